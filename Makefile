@@ -1,0 +1,62 @@
+# Two commands matter: `make run` (the main job, end to end) and `make test` (everything that needs no GPU).
+# Both make the environment first. PYTHON, VENV and TORCH_INDEX can be set on the command line.
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+# Where there is no NVIDIA driver the CPU build of torch is enough (and 10 times smaller).
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help run serve test check format soak bench clean
+.DEFAULT_GOAL := help
+
+help: ## list these commands
+	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end, checked bit for bit
+	@$(BIN)/cpkv demo
+
+serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="..." adds flags
+	@$(BIN)/cpkv serve --demo $(ARGS)
+
+test: check ## everything that needs no GPU
+	$(BIN)/python -m pytest -m "not gpu and not soak" --ignore tests/unit --ignore tests/property $(ARGS)
+
+check: $(VENV)/.dev ## format, lint, types, layers, unit and property tests: under two minutes
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/unit tests/property
+
+format: $(VENV)/.dev ## rewrite the sources in the project's format
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+soak: $(VENV)/.dev ## the long run: N = 8 and longer random schedules
+	$(BIN)/python -m pytest -m soak tests
+
+bench: $(VENV)/.dev ## CPU benchmarks; raw samples go to benchmarks/results
+	$(BIN)/python -m benchmarks
+
+clean: ## remove the environment and every cache
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+
+$(VENV)/.torch:
+	@[ "$$(uname -s)" = Linux ] || { echo "cp-shared-kv runs on Linux only; this is $$(uname -s). Use a Linux machine, VM or container." >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make run PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing torch (once) ..."
+	@[ -z "$(TORCH_INDEX)" ] || $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 --index-url "$(TORCH_INDEX)" 'torch>=2.11,<2.14' || echo "no CPU build from $(TORCH_INDEX); pip's default build follows (several GB)"
+	@touch $@
+
+$(VENV)/.engine: $(VENV)/.torch pyproject.toml
+	@echo "installing cp-shared-kv (once) ..."
+	@$(BIN)/pip install -q -e '.[engine]'
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.torch pyproject.toml
+	@echo "installing cp-shared-kv with its test tools (once) ..."
+	@$(BIN)/pip install -q -e '.[dev]'
+	@touch $@ $(VENV)/.engine
