@@ -1,0 +1,1 @@
+"""How a rank reads the KV of pages that it does not own."""

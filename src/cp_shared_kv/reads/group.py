@@ -1,0 +1,59 @@
+"""What the reads need of a CP group: a byte all-gather and a barrier."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+
+class CPGroup(Protocol):
+    """The N ranks that share one logical pool, as one of them sees it."""
+
+    @property
+    def cp_rank(self) -> int: ...
+    @property
+    def cp_size(self) -> int: ...
+
+    def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
+        """Fill out u8[N, n] with every rank's local u8[n], by rank; both contiguous.
+
+        Collective: every rank calls it, in the same order, with the same n.
+        """
+        ...
+
+    def barrier(self) -> None:
+        """Return when every rank has called it; what each wrote to shared memory is then seen."""
+        ...
+
+
+class TorchGroup:
+    """A CP group over a torch.distributed process group (gloo on CPU)."""
+
+    def __init__(self, process_group: dist.ProcessGroup) -> None:
+        self._group = process_group
+        self.cp_rank = process_group.rank()
+        self.cp_size = process_group.size()
+
+    def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
+        # Its successor, all_gather_single, is newer than the oldest torch that we support.
+        dist.all_gather_into_tensor(  # pyright: ignore[reportDeprecated]
+            out.view(-1), local, group=self._group
+        )
+
+    def barrier(self) -> None:
+        dist.barrier(self._group)
+
+
+class SoloGroup:
+    """A group of one rank, without torch.distributed."""
+
+    cp_rank = 0
+    cp_size = 1
+
+    def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
+        out[0].copy_(local)
+
+    def barrier(self) -> None:
+        pass
