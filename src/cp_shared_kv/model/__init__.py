@@ -1,0 +1,1 @@
+"""DeepSeek-sparse-attention transformers from Hugging Face checkpoints."""

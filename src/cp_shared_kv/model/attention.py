@@ -1,0 +1,90 @@
+"""Multi-head latent attention over the tokens that the indexer selects."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.indexer import Indexer
+from cp_shared_kv.model.kv_access import KVAccess
+from cp_shared_kv.model.norm import rms_norm
+from cp_shared_kv.model.ops.interface import AttentionOps
+from cp_shared_kv.model.query_blocks import RequestBlocks
+from cp_shared_kv.model.rope import Rotation
+from cp_shared_kv.model.weights import AttentionWeights
+
+_MOST_GATHERED = 1 << 22  # values of one block's gathered rows: 16 MB of fp32
+
+
+class SparseAttention:
+    """One layer's attention, in the absorbed form: what is cached is also what is attended to."""
+
+    def __init__(self, config: ModelConfig, weights: AttentionWeights, ops: AttentionOps) -> None:
+        self._config, self._weights, self._ops = config, weights, ops
+        self._indexer = Indexer(config, weights.indexer, ops)
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        rotation: Rotation,
+        requests: Sequence[RequestBlocks],
+        layer: int,
+        kv: KVAccess,
+    ) -> torch.Tensor:
+        """Attention of normed hidden states x[t, hidden]; stores the layer's new KV. Collective."""
+        config, weights = self._config, self._weights
+        q_residual = functional.linear(x, weights.q_a_proj)
+        q_residual = rms_norm(q_residual, weights.q_a_norm, config.rms_norm_eps)
+        latent, k_pe = functional.linear(x, weights.kv_a_proj).split(
+            [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
+        )
+        latent = rms_norm(latent, weights.kv_a_norm, config.rms_norm_eps)
+        k_pe = rotation.apply(k_pe.unsqueeze(1), "interleaved").squeeze(1)
+        kv.store(layer, latent, k_pe, self._indexer.keys(x, rotation))
+
+        selected = self._indexer.select(x, q_residual, rotation, requests, layer, kv)
+        q_latent, q_pe = self._queries(q_residual, rotation)
+        attended = self._attend(q_latent, q_pe, selected, layer, kv)
+        values = torch.bmm(attended.transpose(0, 1), weights.value_up.transpose(1, 2))
+        return functional.linear(values.transpose(0, 1).flatten(1), weights.o_proj)
+
+    def _queries(
+        self, q_residual: torch.Tensor, rotation: Rotation
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The queries against latents [t, H, r] (kv_b_proj's key half absorbed) and k_pe."""
+        config, weights = self._config, self._weights
+        q = functional.linear(q_residual, weights.q_b_proj)
+        q = q.view(len(q_residual), config.num_attention_heads, -1)
+        nope, rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        q_latent = torch.bmm(nope.transpose(0, 1), weights.key_up).transpose(0, 1)
+        return q_latent, rotation.apply(rope, "interleaved")
+
+    def _attend(
+        self,
+        q_latent: torch.Tensor,
+        q_pe: torch.Tensor,
+        selected: torch.Tensor,
+        layer: int,
+        kv: KVAccess,
+    ) -> torch.Tensor:
+        config, attended = self._config, torch.empty_like(q_latent)
+        width = config.kv_lora_rank + config.qk_rope_head_dim
+        step = max(1, _MOST_GATHERED // max(1, selected.shape[1] * width))
+        for start in range(0, len(selected), step):
+            rows = slice(start, start + step)
+            valid = selected[rows] >= 0
+            # Padding reads the row's first slot again: one that is written, then left out.
+            slots = torch.where(valid, selected[rows], selected[rows, :1])
+            latent, k_pe = kv.latent(layer, slots.flatten())
+            attended[rows] = self._ops.sparse_attention(
+                q_latent[rows],
+                q_pe[rows],
+                latent.view(*slots.shape, -1),
+                k_pe.view(*slots.shape, -1),
+                valid,
+                config.softmax_scale,
+            )
+        return attended

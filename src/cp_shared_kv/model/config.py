@@ -1,0 +1,221 @@
+"""What a model is, read from the config.json of a Hugging Face checkpoint."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cp_shared_kv.errors import CheckpointError, ConfigError
+from cp_shared_kv.model.json_fields import boolean, integer, number, refuse
+from cp_shared_kv.model.rope_parameters import RopeParameters, rope_parameters
+
+RopeStyle = Literal["interleaved", "half-split"]
+
+_ARCHITECTURES = ("deepseek_v32",)
+# A checkpoint may leave these out; any other value is another model than the one written here.
+_FIXED: dict[str, object] = {
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "moe_layer_freq": 1,
+    "tie_word_embeddings": False,
+}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape and semantics of one DSA transformer. Field names follow config.json.
+
+    `sparse_mlp_layers` says per layer whether its MLP is a mixture of experts; attention is
+    sparse in every layer. `context_length` is the longest request in tokens, answer included.
+    """
+
+    model_type: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    num_nextn_predict_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    index_rope_style: RopeStyle
+    intermediate_size: int
+    moe_intermediate_size: int
+    sparse_mlp_layers: tuple[bool, ...]
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    n_group: int
+    topk_group: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    rms_norm_eps: float
+    rope: RopeParameters
+    context_length: int
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def softmax_scale(self) -> float:
+        """MLA's scale: the full query width to the power -1/2, times YaRN's multiplier."""
+        width = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return width**-0.5 * self.rope.softmax_multiplier
+
+    @property
+    def index_layers(self) -> tuple[int, ...]:
+        """The layers that own an indexer and so store index keys: here all of them."""
+        return tuple(range(self.num_hidden_layers))
+
+    @classmethod
+    def from_directory(cls, directory: Path | str) -> ModelConfig:
+        """Read config.json, and generation_config.json where it names the end tokens.
+
+        Raises CheckpointError when the directory or the file is missing or is not JSON, and
+        ConfigError, with the value and what is allowed, for a model this package cannot run.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise CheckpointError(
+                "no such model directory",
+                value=directory,
+                change="give --model-path a directory with config.json and *.safetensors",
+            )
+        config = _read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        end_tokens = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        return cls.from_dict(
+            config, config.get("eos_token_id") if end_tokens is None else end_tokens
+        )
+
+    @classmethod
+    def from_dict(cls, config: Mapping[str, Any], eos_token_id: Any = None) -> ModelConfig:
+        """The config of a parsed config.json. Raises ConfigError as `from_directory` does."""
+        model_type = config.get("model_type")
+        if model_type not in _ARCHITECTURES:
+            raise ConfigError(
+                "config.json: model_type is not supported",
+                value=repr(model_type),
+                allowed=", ".join(_ARCHITECTURES),
+                change="serve a DeepSeek-V3.2 checkpoint",
+            )
+        _check_fixed(config)
+        sizes = {name: integer(config, name) for name in _SIZES}
+        layers = sizes["num_hidden_layers"]
+        parsed = cls(
+            model_type=str(model_type),
+            **sizes,
+            num_nextn_predict_layers=integer(config, "num_nextn_predict_layers", 1, least=0),
+            n_shared_experts=integer(config, "n_shared_experts", 1),
+            n_group=integer(config, "n_group", 1),
+            topk_group=integer(config, "topk_group", 1),
+            norm_topk_prob=boolean(config, "norm_topk_prob", True),
+            index_rope_style="half-split",
+            sparse_mlp_layers=_sparse_mlp_layers(config, layers),
+            routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
+            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+            rope=rope_parameters(config),
+            context_length=integer(config, "max_position_embeddings"),
+            eos_token_ids=_token_ids(eos_token_id),
+        )
+        _check_consistent(parsed)
+        return parsed
+
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read {path.name}", value=f"{path} ({error.strerror})"
+        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"{path.name} is not JSON", value=f"{path} ({error})") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path.name} is not a JSON object", value=path)
+    return parsed
+
+
+def _check_fixed(config: Mapping[str, Any]) -> None:
+    for name, only in _FIXED.items():
+        if (value := config.get(name, only)) is not None and value != only:
+            raise refuse(name, value, repr(only))
+    if config.get("quantization_config"):
+        allowed = "none: tensors in fp32, bf16 or fp16 (dequantise the checkpoint first)"
+        raise refuse("quantization_config", config["quantization_config"], allowed)
+
+
+def _check_consistent(config: ModelConfig) -> None:
+    def require(holds: bool, what: str, value: object, allowed: str) -> None:
+        if not holds:
+            raise refuse(what, value, allowed)
+
+    rope = config.qk_rope_head_dim
+    require(rope % 2 == 0, "qk_rope_head_dim", rope, "an even number")
+    index = config.index_head_dim
+    require(index >= rope, "index_head_dim", index, f"at least qk_rope_head_dim ({rope})")
+    if not any(config.sparse_mlp_layers):
+        return
+    experts, groups, chosen = config.n_routed_experts, config.n_group, config.topk_group
+    require(
+        experts % groups == 0 and experts >= 2 * groups,
+        "n_group",
+        groups,
+        f"a divisor of n_routed_experts ({experts}) that leaves a group two experts or more",
+    )
+    require(chosen <= groups, "topk_group", chosen, f"at most n_group ({groups})")
+    reachable = experts // groups * chosen
+    require(
+        config.num_experts_per_tok <= reachable,
+        "num_experts_per_tok",
+        config.num_experts_per_tok,
+        f"at most the {reachable} experts of topk_group groups",
+    )
+
+
+def _sparse_mlp_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ...]:
+    types = config.get("mlp_layer_types")
+    if types is None:
+        dense = integer(config, "first_k_dense_replace", least=0)
+        return tuple(layer >= dense for layer in range(layers))
+    kinds = ("dense", "sparse")
+    if not isinstance(types, list) or len(types) != layers or any(t not in kinds for t in types):
+        raise refuse("mlp_layer_types", types, f"a list of {layers}, each dense or sparse")
+    return tuple(kind == "sparse" for kind in types)
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ids:
+        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+            raise refuse("eos_token_id", value, "a token id, or a list of them")
+    return tuple(ids)

@@ -1,0 +1,80 @@
+"""The lightning indexer: which earlier tokens each query attends to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn import functional
+
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.kv_access import KVAccess
+from cp_shared_kv.model.ops.interface import AttentionOps
+from cp_shared_kv.model.query_blocks import RequestBlocks
+from cp_shared_kv.model.rope import Rotation
+from cp_shared_kv.model.weights import IndexerWeights
+
+_KEY_NORM_EPS = 1e-6  # of the LayerNorm; config.json does not have it
+
+
+class Indexer:
+    """One layer's indexer (DeepSeek-V3.2 report, equation 1)."""
+
+    def __init__(self, config: ModelConfig, weights: IndexerWeights, ops: AttentionOps) -> None:
+        self._config, self._weights, self._ops = config, weights, ops
+        # Both scales of the equation are positive, so they may move from the dot products,
+        # inside the relu, to the few head weights.
+        self._head_scale = (config.index_n_heads * config.index_head_dim) ** -0.5
+
+    def keys(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """The index keys [t, dI] of normed hidden states x[t, hidden], as they are stored."""
+        weights = self._weights
+        projected = functional.linear(x, weights.k_proj).float()
+        normed = functional.layer_norm(
+            projected,
+            projected.shape[-1:],
+            weights.k_norm_weight,
+            weights.k_norm_bias,
+            _KEY_NORM_EPS,
+        )
+        return self._rotated(normed.to(x.dtype).unsqueeze(1), rotation).squeeze(1)
+
+    def select(
+        self,
+        x: torch.Tensor,
+        q_residual: torch.Tensor,
+        rotation: Rotation,
+        requests: Sequence[RequestBlocks],
+        layer: int,
+        kv: KVAccess,
+    ) -> torch.Tensor:
+        """The slots i64[t, k] that each row attends to, by ascending position, padded with -1.
+
+        k is index_topk, or less where no row of the batch sees so many positions. Call after
+        the layer's keys are stored.
+        """
+        config, weights = self._config, self._weights
+        q = functional.linear(q_residual, weights.q_proj)
+        q = q.view(len(x), config.index_n_heads, config.index_head_dim)
+        q = self._rotated(q, rotation)
+        head_weights = functional.linear(x.float(), weights.head_proj) * self._head_scale
+        most_visible = max((len(request.slots) for request in requests), default=0)
+        width = min(config.index_topk, most_visible)
+        selected = torch.full((len(x), width), -1, dtype=torch.int64, device=x.device)
+        for request in requests:
+            keys = kv.index_keys(layer, request.slots)
+            for block in request.blocks:
+                rows = slice(block.start, block.stop)
+                scores = self._ops.index_scores(
+                    q[rows], head_weights[rows], keys[: block.most_visible]
+                )
+                chosen = self._ops.select_topk(scores, block.visible, config.index_topk)
+                slots = request.slots[chosen.clamp(min=0)]
+                selected[rows, : chosen.shape[1]] = torch.where(chosen < 0, -1, slots)
+        return selected
+
+    def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+        """Rotate the FIRST qk_rope_head_dim dimensions; MLA has them last."""
+        width = self._config.qk_rope_head_dim
+        turned = rotation.apply(x[..., :width], self._config.index_rope_style)
+        return torch.cat([turned, x[..., width:]], dim=-1)

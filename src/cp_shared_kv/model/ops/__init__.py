@@ -1,0 +1,1 @@
+"""The arithmetic that a device may replace by kernels of its own."""

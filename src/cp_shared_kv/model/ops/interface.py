@@ -1,0 +1,32 @@
+"""The three pure functions that sparse attention is made of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionOps:
+    """One implementation of DeepSeek sparse attention. No function changes its arguments.
+
+    index_scores(q[n, HI, dI], head_weights fp32 [n, HI], keys[m, dI]) -> fp32 [n, m]
+        I[t, s] = sum_h head_weights[t, h] * relu(q[t, h] . keys[s]), not masked.
+    select_topk(scores fp32 [n, m], visible i64[n], k) -> i64 [n, min(k, m)]
+        Per row the columns of the k best among the first `visible` (1..m) of them; among equal
+        scores the lowest column. Ascending; a row with fewer visible columns has all of them,
+        then -1.
+    sparse_attention(q_latent[n, H, r], q_pe[n, H, dr], latent[n, k, r], k_pe[n, k, dr],
+                     valid bool[n, k], scale) -> [n, H, r]
+        Softmax of (q_latent . latent + q_pe . k_pe) * scale over each row's own k gathered
+        rows, those that are not valid left out; then the mean of the latents by it. At least
+        one row of the k is valid.
+    """
+
+    index_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+    select_topk: Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+    sparse_attention: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
+    ]

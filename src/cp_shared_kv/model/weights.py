@@ -1,0 +1,242 @@
+"""A model's tensors: their names and shapes in a Hugging Face checkpoint, and how they are held."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cp_shared_kv.errors import CheckpointError
+from cp_shared_kv.model.checkpoint import Checkpoint
+from cp_shared_kv.model.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """Layer weights of the top-k indexer. Heads are weighed in fp32, as their sum decides."""
+
+    q_proj: torch.Tensor  # [HI * dI, q_lora_rank]
+    k_proj: torch.Tensor  # [dI, hidden]
+    k_norm_weight: torch.Tensor  # fp32 [dI]
+    k_norm_bias: torch.Tensor  # fp32 [dI]
+    head_proj: torch.Tensor  # fp32 [HI, hidden]
+
+
+@dataclass(frozen=True)
+class AttentionWeights:
+    """Layer weights of MLA. `key_up` and `value_up` are kv_b_proj's two halves, by head."""
+
+    q_a_proj: torch.Tensor  # [q_lora_rank, hidden]
+    q_a_norm: torch.Tensor  # [q_lora_rank]
+    q_b_proj: torch.Tensor  # [H * (dn + dr), q_lora_rank]
+    kv_a_proj: torch.Tensor  # [kv_lora_rank + dr, hidden]
+    kv_a_norm: torch.Tensor  # [kv_lora_rank]
+    key_up: torch.Tensor  # [H, dn, kv_lora_rank]
+    value_up: torch.Tensor  # [H, dv, kv_lora_rank]
+    o_proj: torch.Tensor  # [hidden, H * dv]
+    indexer: IndexerWeights
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """A gated MLP; gate and up are one matrix."""
+
+    gate_up_proj: torch.Tensor  # [2 * intermediate, hidden]
+    down_proj: torch.Tensor  # [hidden, intermediate]
+
+
+@dataclass(frozen=True)
+class MoEWeights:
+    """A mixture of experts with a shared expert. The router works in fp32."""
+
+    router: torch.Tensor  # fp32 [E, hidden]
+    correction_bias: torch.Tensor  # fp32 [E]
+    gate_up_proj: torch.Tensor  # [E, 2 * moe_intermediate, hidden]
+    down_proj: torch.Tensor  # [E, hidden, moe_intermediate]
+    shared: MLPWeights
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One decoder layer."""
+
+    input_norm: torch.Tensor
+    attention: AttentionWeights
+    post_attention_norm: torch.Tensor
+    mlp: MLPWeights | MoEWeights
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The whole model."""
+
+    embedding: torch.Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: torch.Tensor
+    lm_head: torch.Tensor  # [vocab, hidden]
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every tensor that a checkpoint of this config must hold."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (config.vocab_size, hidden),
+    }
+    for layer, sparse in enumerate(config.sparse_mlp_layers):
+        parts = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            **{f"self_attn.{name}": shape for name, shape in _attention_shapes(config).items()},
+            **{f"mlp.{name}": shape for name, shape in _mlp_shapes(config, sparse).items()},
+        }
+        shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in parts.items()})
+    return shapes
+
+
+def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
+    """Load a safetensors directory into CPU memory in `dtype`.
+
+    Multi-token-prediction layers lie behind the last layer and are skipped by name. Raises
+    CheckpointError on a tensor that is missing, has another shape or is unknown.
+    """
+    checkpoint = Checkpoint(directory)
+    shapes = tensor_shapes(config)
+    checkpoint.check(shapes)
+    unknown = sorted(n for n in checkpoint.names if n not in shapes and not _ignored(n, config))
+    if unknown:
+        raise CheckpointError(
+            f"the checkpoint has {len(unknown)} tensor(s) that {config.model_type} does not use",
+            value=f"{', '.join(unknown[:3])} in {directory}",
+            change="check that config.json belongs to these weights",
+        )
+    return _Loader(checkpoint, config, dtype).model()
+
+
+def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    query, latent, rope = config.q_lora_rank, config.kv_lora_rank, config.qk_rope_head_dim
+    nope, value = config.qk_nope_head_dim, config.v_head_dim
+    return {
+        "q_a_proj.weight": (query, hidden),
+        "q_a_layernorm.weight": (query,),
+        "q_b_proj.weight": (heads * (nope + rope), query),
+        "kv_a_proj_with_mqa.weight": (latent + rope, hidden),
+        "kv_a_layernorm.weight": (latent,),
+        "kv_b_proj.weight": (heads * (nope + value), latent),
+        "o_proj.weight": (hidden, heads * value),
+        "indexer.wq_b.weight": (config.index_n_heads * config.index_head_dim, query),
+        "indexer.wk.weight": (config.index_head_dim, hidden),
+        "indexer.k_norm.weight": (config.index_head_dim,),
+        "indexer.k_norm.bias": (config.index_head_dim,),
+        "indexer.weights_proj.weight": (config.index_n_heads, hidden),
+    }
+
+
+def _mlp_shapes(config: ModelConfig, sparse: bool) -> dict[str, tuple[int, ...]]:
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    if not sparse:
+        return _gated_mlp_shapes("", hidden, config.intermediate_size)
+    shapes: dict[str, tuple[int, ...]] = {
+        "gate.weight": (config.n_routed_experts, hidden),
+        "gate.e_score_correction_bias": (config.n_routed_experts,),
+        **_gated_mlp_shapes("shared_experts.", hidden, width * config.n_shared_experts),
+    }
+    for expert in range(config.n_routed_experts):
+        shapes.update(_gated_mlp_shapes(f"experts.{expert}.", hidden, width))
+    return shapes
+
+
+def _gated_mlp_shapes(prefix: str, hidden: int, width: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{prefix}gate_proj.weight": (width, hidden),
+        f"{prefix}up_proj.weight": (width, hidden),
+        f"{prefix}down_proj.weight": (hidden, width),
+    }
+
+
+def _ignored(name: str, config: ModelConfig) -> bool:
+    if name.endswith("rotary_emb.inv_freq"):
+        return True
+    match = re.match(r"model\.layers\.(\d+)\.", name)
+    extra = int(match[1]) - config.num_hidden_layers if match else -1
+    return 0 <= extra < config.num_nextn_predict_layers
+
+
+class _Loader:
+    """Puts a checkpoint's tensors where the model wants them."""
+
+    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
+        self._checkpoint, self._config, self._dtype = checkpoint, config, dtype
+
+    def model(self) -> ModelWeights:
+        return ModelWeights(
+            embedding=self._get("model.embed_tokens.weight"),
+            layers=tuple(self._layer(index) for index in range(self._config.num_hidden_layers)),
+            final_norm=self._get("model.norm.weight"),
+            lm_head=self._get("lm_head.weight"),
+        )
+
+    def _get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        return self._checkpoint.tensor(name, dtype or self._dtype)
+
+    def _layer(self, index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}."
+        mlp = f"{prefix}mlp."
+        sparse = self._config.sparse_mlp_layers[index]
+        return LayerWeights(
+            input_norm=self._get(f"{prefix}input_layernorm.weight"),
+            attention=self._attention(f"{prefix}self_attn."),
+            post_attention_norm=self._get(f"{prefix}post_attention_layernorm.weight"),
+            mlp=self._moe(mlp) if sparse else self._mlp(mlp),
+        )
+
+    def _attention(self, prefix: str) -> AttentionWeights:
+        config = self._config
+        nope, value = config.qk_nope_head_dim, config.v_head_dim
+        kv_b = self._get(f"{prefix}kv_b_proj.weight")
+        kv_b = kv_b.view(config.num_attention_heads, nope + value, config.kv_lora_rank)
+        return AttentionWeights(
+            q_a_proj=self._get(f"{prefix}q_a_proj.weight"),
+            q_a_norm=self._get(f"{prefix}q_a_layernorm.weight"),
+            q_b_proj=self._get(f"{prefix}q_b_proj.weight"),
+            kv_a_proj=self._get(f"{prefix}kv_a_proj_with_mqa.weight"),
+            kv_a_norm=self._get(f"{prefix}kv_a_layernorm.weight"),
+            key_up=kv_b[:, :nope],
+            value_up=kv_b[:, nope:],
+            o_proj=self._get(f"{prefix}o_proj.weight"),
+            indexer=IndexerWeights(
+                q_proj=self._get(f"{prefix}indexer.wq_b.weight"),
+                k_proj=self._get(f"{prefix}indexer.wk.weight"),
+                k_norm_weight=self._get(f"{prefix}indexer.k_norm.weight", torch.float32),
+                k_norm_bias=self._get(f"{prefix}indexer.k_norm.bias", torch.float32),
+                head_proj=self._get(f"{prefix}indexer.weights_proj.weight", torch.float32),
+            ),
+        )
+
+    def _mlp(self, prefix: str) -> MLPWeights:
+        gate, up = self._get(f"{prefix}gate_proj.weight"), self._get(f"{prefix}up_proj.weight")
+        return MLPWeights(torch.cat([gate, up]), self._get(f"{prefix}down_proj.weight"))
+
+    def _moe(self, prefix: str) -> MoEWeights:
+        config = self._config
+        experts, width, hidden = (
+            config.n_routed_experts,
+            config.moe_intermediate_size,
+            config.hidden_size,
+        )
+        gate_up = torch.empty(experts, 2 * width, hidden, dtype=self._dtype)
+        down = torch.empty(experts, hidden, width, dtype=self._dtype)
+        for expert in range(experts):
+            one = self._mlp(f"{prefix}experts.{expert}.")
+            gate_up[expert], down[expert] = one.gate_up_proj, one.down_proj
+        return MoEWeights(
+            router=self._get(f"{prefix}gate.weight", torch.float32),
+            correction_bias=self._get(f"{prefix}gate.e_score_correction_bias", torch.float32),
+            gate_up_proj=gate_up,
+            down_proj=down,
+            shared=self._mlp(f"{prefix}shared_experts."),
+        )
