@@ -1,0 +1,1 @@
+"""What the tests, and the check in `make run`, are made of."""
