@@ -1,0 +1,280 @@
+"""What the tests of the reads run on each rank: pools of each mode, fed with the same batches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
+from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind, index_format, latent_format
+from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
+from cp_shared_kv.reads.full_view import FullViewReader
+from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
+from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.testing.bitwise import assert_bitwise_equal, first_difference
+from cp_shared_kv.testing.rank_process import RankContext
+
+POISON = 0xFF  # as fp32 a NaN, as an index far outside
+KV_LORA_RANK, QK_ROPE_HEAD_DIM, INDEX_HEAD_DIM = 6, 2, 3
+NUM_LAYERS, INDEX_LAYERS = 3, (0, 2)
+
+
+class PoisonedScratch(Scratch):
+    """Scratch in which nothing of an earlier batch survives, so that a missed row shows."""
+
+    def take(self, purpose: str, nbytes: int) -> torch.Tensor:
+        return super().take(purpose, nbytes).fill_(POISON)
+
+
+@dataclass
+class Shape:
+    """The numbers that a test varies, as they come over JSON."""
+
+    name: str
+    page_size: int
+    stripe_pages: int
+    physical_pages: int
+    split: SplitMode
+
+
+@dataclass
+class Mode:
+    """One way to keep and to read the KV, on one rank."""
+
+    pool: KVPool
+    layout: CpSharedKVLayout
+    reader: PrefixReader
+    scratch: Scratch
+
+
+def make_spec(page_size: int) -> KVPoolSpec:
+    return KVPoolSpec(
+        latent_format(
+            "fp32",
+            kv_lora_rank=KV_LORA_RANK,
+            qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+            page_size=page_size,
+        ),
+        index_format("fp32", index_head_dim=INDEX_HEAD_DIM, page_size=page_size),
+        NUM_LAYERS,
+        INDEX_LAYERS,
+    )
+
+
+def shared_pools(group: CPGroup, spec: KVPoolSpec, physical_pages: int, name: str) -> list[KVPool]:
+    """A poisoned pool on each rank, mapped by all; no segment keeps its name."""
+    nbytes = spec.pool_bytes(physical_pages)
+    own = SharedMemoryBuffer.create(f"{name}-{group.cp_rank}", nbytes)
+    own.tensor.fill_(POISON)
+    group.barrier()
+    buffers = [
+        own if rank == group.cp_rank else SharedMemoryBuffer.attach(f"{name}-{rank}", nbytes)
+        for rank in range(group.cp_size)
+    ]
+    group.barrier()
+    own.unlink()
+    return [KVPool(spec, physical_pages, buffer) for buffer in buffers]
+
+
+def private_pool(spec: KVPoolSpec, physical_pages: int) -> KVPool:
+    buffer = PrivateBuffer(spec.pool_bytes(physical_pages))
+    buffer.tensor.fill_(POISON)
+    return KVPool(spec, physical_pages, buffer)
+
+
+def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
+    """The replicated pool, and on more than one rank the shared one with each of its readers."""
+    spec = make_spec(shape.page_size)
+    replicated_pages = shape.physical_pages * group.cp_size
+    modes = {
+        "replicated": Mode(
+            private_pool(spec, replicated_pages),
+            CpSharedKVLayout(shape.page_size, 1, 0, physical_pages=replicated_pages),
+            LocalReader(),
+            PoisonedScratch(1 << 24),
+        )
+    }
+    if group.cp_size > 1:
+        layout = CpSharedKVLayout(
+            shape.page_size,
+            group.cp_size,
+            group.cp_rank,
+            stripe_pages=shape.stripe_pages,
+            physical_pages=shape.physical_pages,
+        )
+        pools = shared_pools(group, spec, shape.physical_pages, shape.name)
+        scratch = PoisonedScratch(1 << 24)
+        modes["pull"] = Mode(pools[group.cp_rank], layout, PullReader(group, pools), scratch)
+        pool, scratch = private_pool(spec, shape.physical_pages), PoisonedScratch(1 << 24)
+        modes["full_view"] = Mode(pool, layout, FullViewReader(group, pool, scratch), scratch)
+    return modes
+
+
+class Truth:
+    """What every token of the logical pool should hold, kept apart from all that is tested."""
+
+    def __init__(self, shape: Shape, cp_size: int) -> None:
+        locs = (cp_size * shape.physical_pages + 1) * shape.page_size
+        widths: dict[PageKind, int] = {
+            "latent": KV_LORA_RANK + QK_ROPE_HEAD_DIM,
+            "index": INDEX_HEAD_DIM,
+        }
+        self.rows = {
+            (kind, layer): torch.full((locs, width * 4), POISON, dtype=torch.uint8)
+            for kind, width in widths.items()
+            for layer in (range(NUM_LAYERS) if kind == "latent" else INDEX_LAYERS)
+        }
+
+    def compute(self, seed: int, layer: int, locs: torch.Tensor) -> dict[PageKind, torch.Tensor]:
+        """New rows of any bits whatever for the batch's tokens, the same on every rank."""
+        generator = torch.Generator().manual_seed(seed * NUM_LAYERS + layer)
+        computed: dict[PageKind, torch.Tensor] = {}
+        for kind in PAGE_KINDS:
+            if (kind, layer) in self.rows:
+                rows = self.rows[kind, layer]
+                size = (len(locs), rows.shape[1])
+                new = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
+                rows[locs] = new
+                computed[kind] = new.view(torch.float32)
+        return computed
+
+
+def check_story(
+    context: RankContext, shape: dict[str, Any], story: list[list[dict[str, Any]]]
+) -> dict[str, int]:
+    """Run the batches of a story in every mode; each read must give the bytes once written."""
+    run = Run(context.group, Shape(**shape))
+    for batch in story:
+        run.forward(batch)
+    run.check_pools()
+    return {"rows": run.rows_checked, "tokens": run.tokens_computed}
+
+
+def check_wrong_byte(
+    context: RankContext,
+    shape: dict[str, Any],
+    story: list[list[dict[str, Any]]],
+    mode: str,
+    kind: PageKind,
+    logical_page: int,
+) -> str:
+    """Flip a byte of the page, on its owner, before the last batch; returns what the check says."""
+    run = Run(context.group, Shape(**shape))
+    for batch in story[:-1]:
+        run.forward(batch)
+    pool, layout = run.modes[mode].pool, run.modes[mode].layout
+    pages = LogicalPages(np.array([logical_page]))
+    if layout.owned_pages_mask(pages)[0]:
+        pool.pages(kind, 0)[layout.logical_pages_to_physical(pages)[0], 5] ^= 0x40
+    try:
+        run.forward(story[-1])
+    except AssertionError as error:
+        return str(error)
+    return "nothing noticed"
+
+
+class Run:
+    """The same batches in every mode, each read compared with the truth."""
+
+    def __init__(self, group: CPGroup, shape: Shape) -> None:
+        self.group = group
+        self.shape = shape
+        self.modes = make_modes(group, shape)
+        self.truth = Truth(shape, group.cp_size)
+        self.forwards = 0
+        self.rows_checked = 0
+        self.tokens_computed = 0
+
+    def forward(self, batch: list[dict[str, Any]]) -> None:
+        spans = [
+            BatchSpan(LogicalPages(np.array(s["pages"])), s["prefix_len"], s["new_len"])
+            for s in batch
+        ]
+        self.forwards += 1
+        kvs = {name: self.build(mode, spans) for name, mode in self.modes.items()}
+        locs = [torch.from_numpy(self.locs(span)) for span in spans]
+        new_locs = torch.cat([i[s.prefix_len :] for i, s in zip(locs, spans, strict=True)])
+        mismatches: list[str] = []
+        for layer in range(NUM_LAYERS):
+            computed = self.truth.compute(self.forwards, layer, new_locs)
+            for name, kv in kvs.items():
+                mine = {kind: rows[kv.token_indices] for kind, rows in computed.items()}
+                latent, k_pe = mine["latent"].split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], dim=1)
+                kv.store(layer, latent, k_pe, mine.get("index"))
+                for number, (span, its_locs) in enumerate(zip(kv.requests, locs, strict=True)):
+                    for kind in computed:
+                        read = self.read(kv, kind, layer, span.slots)
+                        expected = self.truth.rows[kind, layer][its_locs]
+                        difference = first_difference(read, expected)
+                        if difference is not None:
+                            where = f"{name}: {kind} of layer {layer}, request {number}"
+                            mismatches.append(f"{where}: {difference}")
+                        self.rows_checked += len(read)
+        self.tokens_computed += len(kvs["replicated"].token_indices)
+        self.check_local_tokens(kvs["replicated"], spans)
+        assert not mismatches, "; ".join(mismatches)
+
+    def build(self, mode: Mode, spans: list[BatchSpan]) -> ForwardKV:
+        return ForwardKV.build(
+            mode.pool,
+            mode.layout,
+            self.group,
+            mode.reader,
+            spans,
+            self.shape.split,
+            scratch=mode.scratch,
+        )
+
+    def locs(self, span: BatchSpan) -> np.ndarray:
+        """One token after the other, on purpose: not the arithmetic of the read plan."""
+        size = self.shape.page_size
+        return np.array(
+            [
+                int(span.logical_pages[token // size]) * size + token % size
+                for token in range(span.prefix_len + span.new_len)
+            ],
+            np.int64,
+        )
+
+    def read(self, kv: ForwardKV, kind: PageKind, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        if kind == "index":
+            return kv.index_keys(layer, slots).view(torch.uint8)
+        return torch.cat(kv.latent(layer, slots), dim=1).view(torch.uint8)
+
+    def check_local_tokens(self, kv: ForwardKV, spans: list[BatchSpan]) -> None:
+        """Which request and position each of this rank's tokens has."""
+        place = [
+            (number, span.prefix_len + token)
+            for number, span in enumerate(spans)
+            for token in range(span.new_len)
+        ]
+        mine = [place[index] for index in kv.token_indices.tolist()]
+        told = [
+            (number, position)
+            for number, span in enumerate(kv.requests)
+            for position in kv.positions[span.start : span.stop].tolist()
+        ]
+        assert told == mine
+
+    def check_pools(self) -> None:
+        """Each pool holds the rows its rank owns, and poison everywhere else: no other write."""
+        for name, mode in self.modes.items():
+            pages = mode.layout.physical_pages_to_logical(
+                PhysicalPages(np.arange(mode.pool.physical_pages + 1))
+            )
+            for kind, layer in self.truth.rows:
+                rows = self.truth.rows[kind, layer].view(-1, mode.pool.spec.page_bytes(kind))
+                assert_bitwise_equal(
+                    mode.pool.pages(kind, layer),
+                    rows[torch.from_numpy(pages)],
+                    f"{kind} pages of layer {layer} in the {name} pool",
+                )

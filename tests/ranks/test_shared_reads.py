@@ -1,0 +1,136 @@
+"""Pull, full view and the replicated pool give the same bytes, and they are those once written."""
+
+from __future__ import annotations
+
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
+from cp_shared_kv.testing.rank_pool import RankPool
+
+pytestmark = pytest.mark.ranks
+
+RANKS_FILE = Path(__file__).with_name("kv_ranks.py")
+PHYSICAL_PAGES = 16
+SPLITS = ["in-seq-split", "round-robin-split"]
+SHAPES = [(4, 1), (3, 2), (1, 1), (64, 4)]  # page size, stripe pages
+
+
+class Story:
+    """Batches of requests over pages in shuffled order, as a scheduler could send them."""
+
+    def __init__(self, page_size: int, free: npt.NDArray[np.int64]) -> None:
+        self.page_size = page_size
+        self.free = free
+        self.requests: dict[str, tuple[list[int], int]] = {}
+
+    def span(self, request: str, new_len: int) -> dict[str, Any]:
+        """The request's next chunk."""
+        pages, prefix_len = self.requests.get(request, ([], 0))
+        needed = -(-(prefix_len + new_len) // self.page_size) - len(pages)
+        drawn, self.free = self.free[:needed], self.free[needed:]
+        assert len(drawn) == needed
+        pages = [*pages, *drawn.tolist()]
+        self.requests[request] = (pages, prefix_len + new_len)
+        return {"pages": pages, "prefix_len": prefix_len, "new_len": new_len}
+
+    def fork(self, parent: str, request: str, pages: int) -> None:
+        """Start a request on the parent's first pages, complete ones."""
+        assert pages * self.page_size <= self.requests[parent][1]
+        self.requests[request] = (self.requests[parent][0][:pages], pages * self.page_size)
+
+
+def shuffled(logical_pages: int, seed: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).permutation(logical_pages) + 1
+
+
+def long_story(page_size: int, free: npt.NDArray[np.int64]) -> list[list[dict[str, Any]]]:
+    story = Story(page_size, free)
+    span = story.span
+    batches = [
+        [span("a", 2 * page_size + page_size // 2)],  # nothing cached, ends inside a page
+        [span("a", 1), span("b", 1)],  # on into the boundary page; a prefix beside none
+    ]
+    story.fork("a", "c", pages=2)
+    story.fork("a", "d", pages=1)
+    # Three prefixes that share pages; one of them goes on past its boundary page.
+    batches.append([span("c", 3), span("a", page_size), span("d", page_size + 1)])
+    batches.append([span("b", 1)])  # fewer tokens than ranks
+    batches.append([span("c", 0), span("d", 2)])  # a request that computes nothing
+    batches.append([span("d", 0)])  # a batch that computes nothing
+    return batches
+
+
+def shape(
+    name: str, page_size: int, stripe_pages: int, split: str, physical_pages: int = PHYSICAL_PAGES
+) -> dict[str, Any]:
+    return {
+        "name": f"cpkv-test-{uuid.uuid4().hex}-{name}",
+        "page_size": page_size,
+        "stripe_pages": stripe_pages,
+        "physical_pages": physical_pages,
+        "split": split,
+    }
+
+
+@pytest.mark.parametrize(("page_size", "stripe_pages"), SHAPES)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("cp_size", [1, 2, 4])
+def test_every_read_gives_the_bytes_once_written(
+    rank_pool: RankPool, cp_size: int, split: str, page_size: int, stripe_pages: int
+) -> None:
+    story = long_story(page_size, shuffled(cp_size * PHYSICAL_PAGES, seed=cp_size))
+    results = rank_pool.run(
+        f"{RANKS_FILE}:check_story",
+        size=cp_size,
+        shape=shape("story", page_size, stripe_pages, split),
+        story=story,
+    )
+    computed = sum(result["tokens"] for result in results)
+    assert computed == sum(span["new_len"] for batch in story for span in batch)
+    assert all(result["rows"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_pages_of_one_owner_alone_are_read_in_several_rounds(
+    rank_pool: RankPool, split: str
+) -> None:
+    physical_pages = 2 * PAGES_PER_ROUND + 3
+    by_owner = np.arange(4 * physical_pages).reshape(-1, 4).T.reshape(-1) + 1
+    story = Story(2, by_owner)
+    batches = [
+        [story.span("a", 4 * PAGES_PER_ROUND + 5)],  # more than two rounds, all of rank 0
+        [story.span("a", 3)],
+        [story.span("a", 2 * physical_pages)],  # on into the pages of rank 1
+        [story.span("a", 1)],
+    ]
+    rank_pool.run(
+        f"{RANKS_FILE}:check_story",
+        shape=shape("lopsided", 2, 1, split, physical_pages),
+        story=batches,
+    )
+
+
+@pytest.mark.parametrize("kind", ["latent", "index"])
+@pytest.mark.parametrize("mode", ["pull", "full_view", "replicated"])
+def test_one_wrong_byte_in_a_page_is_seen(rank_pool: RankPool, mode: str, kind: str) -> None:
+    story = Story(4, shuffled(4 * PHYSICAL_PAGES, seed=5))
+    batches = [[story.span("a", 10)], [story.span("a", 7)]]
+    notices = rank_pool.run(
+        f"{RANKS_FILE}:check_wrong_byte",
+        shape=shape("wrong", 4, 1, "round-robin-split"),
+        story=batches,
+        mode=mode,
+        kind=kind,
+        logical_page=batches[0][0]["pages"][1],
+    )
+    # The page holds tokens 4 to 7 of the request; byte 5 of it is in its first token.
+    for notice in notices:
+        assert notice.startswith(f"{mode}: {kind} of layer 0, request 0: ")
+        assert "first difference at index (4, 5): 0x" in notice
+        assert "(1 elements differ)" in notice
