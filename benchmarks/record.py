@@ -78,6 +78,8 @@ def _machine() -> dict[str, object]:
         "cores": sum(line.startswith("processor") for line in lines),
         "cores_usable": len(os.sched_getaffinity(0)),
         "kernel": platform.release(),
+        # Above the number of cores, others took part of the time: trust the figures less.
+        "load_average_1min": round(os.getloadavg()[0], 2),
     }
 
 
