@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 
@@ -12,7 +13,7 @@ from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
-from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind, index_format, latent_format
+from cp_shared_kv.memory.page_format import PAGE_KINDS, Fp32IndexFormat, PageKind, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
 from cp_shared_kv.reads.full_view import FullViewReader
@@ -44,6 +45,8 @@ class Shape:
     stripe_pages: int
     physical_pages: int
     split: SplitMode
+    index_sections: tuple[int, ...]
+    """Bytes of an index key in each section of its page: 12 in all."""
 
 
 @dataclass
@@ -56,18 +59,15 @@ class Mode:
     scratch: Scratch
 
 
-def make_spec(page_size: int) -> KVPoolSpec:
-    return KVPoolSpec(
-        latent_format(
-            "fp32",
-            kv_lora_rank=KV_LORA_RANK,
-            qk_rope_head_dim=QK_ROPE_HEAD_DIM,
-            page_size=page_size,
-        ),
-        index_format("fp32", index_head_dim=INDEX_HEAD_DIM, page_size=page_size),
-        NUM_LAYERS,
-        INDEX_LAYERS,
+def make_spec(shape: Shape) -> KVPoolSpec:
+    latent = latent_format(
+        "fp32",
+        kv_lora_rank=KV_LORA_RANK,
+        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+        page_size=shape.page_size,
     )
+    index = Fp32IndexFormat("test", shape.page_size, shape.index_sections, "test")
+    return KVPoolSpec(latent, index, NUM_LAYERS, INDEX_LAYERS)
 
 
 def shared_pools(group: CPGroup, spec: KVPoolSpec, physical_pages: int, name: str) -> list[KVPool]:
@@ -93,7 +93,7 @@ def private_pool(spec: KVPoolSpec, physical_pages: int) -> KVPool:
 
 def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
     """The replicated pool, and on more than one rank the shared one with each of its readers."""
-    spec = make_spec(shape.page_size)
+    spec = make_spec(shape)
     replicated_pages = shape.physical_pages * group.cp_size
     modes = {
         "replicated": Mode(
@@ -152,7 +152,7 @@ def check_story(
     context: RankContext, shape: dict[str, Any], story: list[list[dict[str, Any]]]
 ) -> dict[str, int]:
     """Run the batches of a story in every mode; each read must give the bytes once written."""
-    run = Run(context.group, Shape(**shape))
+    run = Run(context.group, msgspec.convert(shape, Shape))
     for batch in story:
         run.forward(batch)
     run.check_pools()
@@ -168,7 +168,7 @@ def check_wrong_byte(
     logical_page: int,
 ) -> str:
     """Flip a byte of the page, on its owner, before the last batch; returns what the check says."""
-    run = Run(context.group, Shape(**shape))
+    run = Run(context.group, msgspec.convert(shape, Shape))
     for batch in story[:-1]:
         run.forward(batch)
     pool, layout = run.modes[mode].pool, run.modes[mode].layout
@@ -272,9 +272,15 @@ class Run:
                 PhysicalPages(np.arange(mode.pool.physical_pages + 1))
             )
             for kind, layer in self.truth.rows:
-                rows = self.truth.rows[kind, layer].view(-1, mode.pool.spec.page_bytes(kind))
                 assert_bitwise_equal(
                     mode.pool.pages(kind, layer),
-                    rows[torch.from_numpy(pages)],
+                    self.pages_of(kind, layer)[torch.from_numpy(pages)],
                     f"{kind} pages of layer {layer} in the {name} pool",
                 )
+
+    def pages_of(self, kind: PageKind, layer: int) -> torch.Tensor:
+        """The true rows as pages: the first section of all tokens of a page, then the next."""
+        rows = self.truth.rows[kind, layer]
+        sections = self.shape.index_sections if kind == "index" else (rows.shape[1],)
+        parts = rows.view(-1, self.shape.page_size, rows.shape[1]).split(sections, dim=2)
+        return torch.cat([part.flatten(1) for part in parts], dim=1)

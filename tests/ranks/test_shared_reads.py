@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ pytestmark = pytest.mark.ranks
 RANKS_FILE = Path(__file__).with_name("kv_ranks.py")
 PHYSICAL_PAGES = 16
 SPLITS = ["in-seq-split", "round-robin-split"]
-SHAPES = [(4, 1), (3, 2), (1, 1), (64, 4)]  # page size, stripe pages
+# Page size, stripe pages, bytes of an index key in each section of a page.
+SHAPES = [(4, 1, [12]), (3, 2, [8, 4]), (1, 1, [12]), (64, 4, [9, 2, 1])]
 
 
 class Story:
@@ -67,28 +69,38 @@ def long_story(page_size: int, free: npt.NDArray[np.int64]) -> list[list[dict[st
 
 
 def shape(
-    name: str, page_size: int, stripe_pages: int, split: str, physical_pages: int = PHYSICAL_PAGES
+    split: str,
+    page_size: int,
+    stripe_pages: int = 1,
+    physical_pages: int = PHYSICAL_PAGES,
+    index_sections: Sequence[int] = (12,),
 ) -> dict[str, Any]:
     return {
-        "name": f"cpkv-test-{uuid.uuid4().hex}-{name}",
+        "name": f"cpkv-test-{uuid.uuid4().hex}",
         "page_size": page_size,
         "stripe_pages": stripe_pages,
         "physical_pages": physical_pages,
         "split": split,
+        "index_sections": index_sections,
     }
 
 
-@pytest.mark.parametrize(("page_size", "stripe_pages"), SHAPES)
+@pytest.mark.parametrize(("page_size", "stripe_pages", "index_sections"), SHAPES)
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_every_read_gives_the_bytes_once_written(
-    rank_pool: RankPool, cp_size: int, split: str, page_size: int, stripe_pages: int
+    rank_pool: RankPool,
+    cp_size: int,
+    split: str,
+    page_size: int,
+    stripe_pages: int,
+    index_sections: list[int],
 ) -> None:
     story = long_story(page_size, shuffled(cp_size * PHYSICAL_PAGES, seed=cp_size))
     results = rank_pool.run(
         f"{RANKS_FILE}:check_story",
         size=cp_size,
-        shape=shape("story", page_size, stripe_pages, split),
+        shape=shape(split, page_size, stripe_pages, index_sections=index_sections),
         story=story,
     )
     computed = sum(result["tokens"] for result in results)
@@ -111,7 +123,7 @@ def test_pages_of_one_owner_alone_are_read_in_several_rounds(
     ]
     rank_pool.run(
         f"{RANKS_FILE}:check_story",
-        shape=shape("lopsided", 2, 1, split, physical_pages),
+        shape=shape(split, page_size=2, physical_pages=physical_pages),
         story=batches,
     )
 
@@ -123,7 +135,7 @@ def test_one_wrong_byte_in_a_page_is_seen(rank_pool: RankPool, mode: str, kind: 
     batches = [[story.span("a", 10)], [story.span("a", 7)]]
     notices = rank_pool.run(
         f"{RANKS_FILE}:check_wrong_byte",
-        shape=shape("wrong", 4, 1, "round-robin-split"),
+        shape=shape("round-robin-split", page_size=4),
         story=batches,
         mode=mode,
         kind=kind,

@@ -23,6 +23,10 @@ class BatchSpan:
     prefix_len: int
     new_len: int
 
+    @property
+    def total_len(self) -> int:
+        return self.prefix_len + self.new_len
+
 
 @dataclass(frozen=True)
 class ReadPlan:
@@ -58,21 +62,29 @@ class ReadPlan:
         new tokens go on filling: that page is copied whole, and its rows past the prefix, which
         its owner may be writing meanwhile, are never addressed.
         """
-        _check(requests, layout.page_size)
-        locs = [_locs(request, layout.page_size) for request in requests]
+        page_size = layout.page_size
+        _check(requests, page_size)
         new_locs = LogicalLocs(
-            _joined([r_locs[r.prefix_len :] for r, r_locs in zip(requests, locs, strict=True)])
+            _joined(
+                [
+                    _token_slots(r.logical_pages, r.prefix_len, r.total_len, page_size)
+                    for r in requests
+                ]
+            )
         )
         if layout.cp_size == 1:
-            slots = [layout.logical_locs_to_physical(LogicalLocs(r_locs)) for r_locs in locs]
-            chunk_slots = layout.logical_locs_to_physical(new_locs)
             pages, owner_starts, scratch_pages = LogicalPages(_joined([])), (0, 0), 0
+            chunk_slots = layout.logical_locs_to_physical(new_locs)
+            places = [layout.logical_pages_to_physical(r.logical_pages) for r in requests]
+            slots = [
+                _token_slots(its_places, 0, r.total_len, page_size)
+                for r, its_places in zip(requests, places, strict=True)
+            ]
         else:
             pages, owner_starts = _pages_by_owner(layout, requests)
-            chunk_start = len(pages) * layout.page_size
-            chunk_slots = np.arange(chunk_start, chunk_start + len(new_locs))
-            scratch_pages = len(pages) + -(-len(new_locs) // layout.page_size)
-            slots = _scratch_slots(layout.page_size, requests, pages, chunk_slots)
+            scratch_pages = len(pages) + -(-len(new_locs) // page_size)
+            chunk_slots = len(pages) * page_size + np.arange(len(new_locs))
+            slots = _scratch_slots(page_size, requests, pages, chunk_slots)
         return cls(
             in_place=layout.cp_size == 1,
             logical_pages=pages,
@@ -99,49 +111,41 @@ class ReadPlan:
 
 
 def _check(requests: Sequence[BatchSpan], page_size: int) -> None:
+    read_only: list[npt.NDArray[np.int64]] = []
+    written: list[npt.NDArray[np.int64]] = []
     for number, request in enumerate(requests):
-        pages, total = request.logical_pages, request.prefix_len + request.new_len
+        pages, pages_needed = request.logical_pages, -(-request.total_len // page_size)
         if request.prefix_len < 0 or request.new_len < 0:
             raise LayoutError(
                 f"tokens of request {number} in the batch",
                 value=f"{request.prefix_len} in the prefix, {request.new_len} new",
                 allowed="0 or more of each",
             )
-        if len(pages) * page_size < total:
+        if len(pages) < pages_needed:
             raise LayoutError(
                 f"pages of request {number} in the batch",
                 value=len(pages),
-                allowed=f"{-(-total // page_size)} or more for {total} tokens",
+                allowed=f"{pages_needed} or more for {request.total_len} tokens",
             )
-        if len(pages) and pages.min() < 1:
+        if (pages[:pages_needed] < 1).any():
             raise LayoutError(
                 f"page of request {number} in the batch",
-                value=int(pages.min()),
+                value=int(pages[:pages_needed].min()),
                 allowed="1 or more",
             )
-    # A page that is written may be read in this batch by its writer alone: other readers would
-    # find it half written, on some ranks and not on others.
-    written = _joined([_written_pages(request, page_size) for request in requests])
-    complete = _joined([r.logical_pages[: r.prefix_len // page_size] for r in requests])
-    found, times = np.unique(np.append(written, np.unique(complete)), return_counts=True)
+        first_written = request.prefix_len // page_size if request.new_len else pages_needed
+        read_only.append(pages[:first_written])
+        written.append(pages[first_written:pages_needed])
+    # Only its writer may read a page that is written: others would find it half written, and on
+    # some ranks more of it than on others.
+    used = np.append(_joined(written), np.unique(_joined(read_only)))
+    found, times = np.unique(used, return_counts=True)
     if (times > 1).any():
         raise LayoutError(
-            "page written twice, or read by another request while it is written, in one batch",
+            "page that is written in this batch and used a second time",
             value=int(found[times > 1][0]),
-            allowed="one request for each page that is written",
+            change="share complete pages only, and not before the batch that computes them is done",
         )
-
-
-def _written_pages(request: BatchSpan, page_size: int) -> npt.NDArray[np.int64]:
-    if request.new_len == 0:
-        return request.logical_pages[:0]
-    end = request.prefix_len + request.new_len
-    return request.logical_pages[request.prefix_len // page_size : -(-end // page_size)]
-
-
-def _locs(request: BatchSpan, page_size: int) -> npt.NDArray[np.int64]:
-    """The logical loc of each token of the request, prefix and new."""
-    return _slots_of_pages(request.logical_pages, page_size)[: request.prefix_len + request.new_len]
 
 
 def _pages_by_owner(
@@ -169,14 +173,19 @@ def _scratch_slots(
     for request in requests:
         prefix_pages = request.logical_pages[: -(-request.prefix_len // page_size)]
         scratch_pages = by_id[np.searchsorted(pages, prefix_pages, sorter=by_id)]
-        prefix_slots = _slots_of_pages(scratch_pages, page_size)[: request.prefix_len]
+        prefix_slots = _token_slots(scratch_pages, 0, request.prefix_len, page_size)
         chunk_start, chunk_end = chunk_end, chunk_end + request.new_len
         slots.append(np.concatenate((prefix_slots, chunk_slots[chunk_start:chunk_end])))
     return slots
 
 
-def _slots_of_pages(pages: npt.NDArray[np.int64], page_size: int) -> npt.NDArray[np.int64]:
-    return (pages[:, None] * page_size + np.arange(page_size)).reshape(-1)
+def _token_slots(
+    pages: npt.NDArray[np.int64], start: int, stop: int, page_size: int
+) -> npt.NDArray[np.int64]:
+    """The slots of tokens start..stop-1 of a request with these pages."""
+    first = start // page_size
+    slots = pages[first : -(-stop // page_size), None] * page_size + np.arange(page_size)
+    return slots.reshape(-1)[start - first * page_size : stop - first * page_size]
 
 
 def _joined(parts: Sequence[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:

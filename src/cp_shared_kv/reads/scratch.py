@@ -40,5 +40,7 @@ class Scratch:
                 )
             held = None
             self._buffers.pop(purpose, None)  # first, so that old and new never exist together
-            held = self._buffers[purpose] = torch.empty(nbytes, dtype=torch.uint8)
+            # A tensor made in inference mode could not be reused outside it.
+            with torch.inference_mode(False):
+                held = self._buffers[purpose] = torch.empty(nbytes, dtype=torch.uint8)
         return held[:nbytes]
