@@ -1,4 +1,4 @@
-"""One exception tree. Every message says what is wrong, the value, what is allowed, what to change."""
+"""One exception tree. A message says what is wrong, the value, what is allowed, what to change."""
 
 from __future__ import annotations
 

@@ -1,0 +1,38 @@
+"""The command line: parsing, and errors as one readable line."""
+
+from __future__ import annotations
+
+import sys
+
+from cyclopts import App, Parameter
+from rich.console import Console
+
+from cp_shared_kv._version import __version__
+from cp_shared_kv.cli.demo import demo
+from cp_shared_kv.cli.serve import serve
+from cp_shared_kv.errors import CpkvError
+
+EXIT_ERROR = 1
+
+app = App(
+    name="cpkv",
+    help="One logical KV pool for a prefill context-parallel group: N ranks, N times the "
+    "capacity, the same answers.",
+    version=__version__,
+    default_parameter=Parameter(negative=()),
+    result_action="return_value",
+)
+app.command(demo)
+app.command(serve)
+
+
+def run() -> int:
+    """Run one command; what the user can mend is one line on stderr, not a traceback."""
+    try:
+        return app() or 0
+    except CpkvError as error:
+        Console(stderr=True, soft_wrap=True, highlight=False).print(f"cpkv: {error}", markup=False)
+        return EXIT_ERROR
+    except KeyboardInterrupt:
+        print("cpkv: interrupted", file=sys.stderr)
+        return 130

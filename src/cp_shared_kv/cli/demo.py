@@ -1,0 +1,245 @@
+"""`cpkv demo`: a prompt that no single rank could hold, end to end, checked bit for bit."""
+
+from __future__ import annotations
+
+import tempfile
+import threading
+import time
+from collections.abc import Generator
+from contextlib import contextmanager
+from importlib.metadata import distribution
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from cyclopts import Parameter
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from cp_shared_kv.cli.completion_stream import Completion, stream_completion
+from cp_shared_kv.cli.ownership_picture import ownership_picture
+from cp_shared_kv.engine.cluster import Cluster
+from cp_shared_kv.engine.config import EngineConfig, KVRead
+from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
+from cp_shared_kv.errors import CapacityError, CpkvError
+from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.server.serve import open_listener
+from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
+PHYSICAL_TOKENS_PER_RANK = 4096
+"""Less than half of the prompt's 11,358 tokens."""
+CP_SIZE = 4
+CHUNK_TOKENS = 2048
+OUTPUT_TOKENS = 16
+NO_KEYS = np.zeros(0, dtype=np.int64)
+QUESTION = "\n\nIn one sentence, what may a licensee do?\n"
+
+out = Console(highlight=False, soft_wrap=True)
+
+
+def demo(
+    *,
+    kv_read: KVRead = "auto",
+    nsa_prefill_cp_mode: SplitMode = "in-seq-split",
+    flip_byte: Annotated[bool, Parameter(negative=())] = False,
+) -> int:
+    """Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.
+
+    Four prefill ranks whose pools hold 4,096 tokens each share one logical pool of 16,384. The
+    11,358-token licence of this package goes through them to a decode worker. Then the recorded
+    batches run again on the same ranks with every page on every rank, and all logits are compared.
+
+    Parameters
+    ----------
+    kv_read
+        How a rank reads pages that it does not own.
+    nsa_prefill_cp_mode
+        How a chunk's tokens are dealt to the ranks.
+    flip_byte
+        Damage one byte of one page of the replay, to see that the comparison notices.
+    """
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as scratch:
+        difference = _run(Path(scratch), kv_read, nsa_prefill_cp_mode, flip_byte=flip_byte)
+    out.print(f"[dim]{time.monotonic() - started:.1f} s in all[/dim]")
+    return 1 if difference else 0
+
+
+def _run(scratch: Path, kv_read: KVRead, split: SplitMode, *, flip_byte: bool) -> bool:
+    prompt = licence_text()
+    log_file = scratch / "cluster.log"
+    shared, replicated = scratch / "shared", scratch / "replicated"
+    with _progress() as (progress, task):
+        progress.update(task, description="demo model")
+        config = EngineConfig(
+            model_path=demo_checkpoint_directory(),
+            served_model_name="demo",
+            port=0,
+            attention_context_parallel_size=CP_SIZE,
+            enable_nsa_prefill_context_parallel=True,
+            enable_nsa_prefill_cp_shared_kv=True,
+            nsa_prefill_cp_mode=split,
+            kv_read=kv_read,
+            max_total_tokens=PHYSICAL_TOKENS_PER_RANK,
+            chunked_prefill_size=CHUNK_TOKENS,
+            record_batches=shared,
+        )
+        listener = open_listener(config.host, config.port)
+        url = "http://{}:{}".format(*listener.getsockname()[:2])
+        cluster = Cluster(
+            config,
+            listener=listener,
+            log_file=log_file,
+            on_progress=lambda what, done, total: progress.update(
+                task, description=what, completed=done, total=total
+            ),
+        )
+        cluster.__enter__()
+    try:
+        listener.close()
+        _show_start(cluster, log_file, len(prompt.encode()))
+        first = _prefill_with_progress(url, prompt, log_file, len(prompt.encode()))
+        _show_pages(cluster, shared, first)
+        _show_answer("first request", first)
+        second = _prefill_with_progress(url, prompt + QUESTION, log_file, len(QUESTION))
+        _show_answer("second request, same prefix", second)
+        out.print(
+            f"  reused {second.cached_tokens} of {second.prompt_tokens} prompt tokens, "
+            f"computed {second.prompt_tokens - second.cached_tokens}"
+        )
+        _show_transfers(log_file)
+        comparison = _replay(cluster, shared, replicated, flip_byte=flip_byte)
+    except CpkvError:
+        out.print(_tail(log_file), markup=False)
+        raise
+    finally:
+        cluster.stop()
+    return _verdict(comparison)
+
+
+def licence_text() -> str:
+    """The text of this package's own licence, as installed."""
+    text = distribution("cp-shared-kv").read_text("licenses/LICENSE")
+    if text is None:
+        raise CpkvError(
+            "the licence text is not among the installed files", change="reinstall cp-shared-kv"
+        )
+    return text
+
+
+def _show_start(cluster: Cluster, log_file: Path, prompt_tokens: int) -> None:
+    for line in _log_lines(log_file, "CP shared KV enabled", "CP shared KV scheduler", "KV Cache"):
+        out.print(line, markup=False)
+    limits = cluster.limits
+    out.print(
+        f"\nprompt: this package's licence, {prompt_tokens} byte tokens. "
+        "One rank's pool alone would refuse it:"
+    )
+    try:
+        limits.one_rank_pool().admit(0, NO_KEYS, -(-prompt_tokens // limits.page_size))
+    except CapacityError as refusal:
+        out.print(f"  {refusal}", markup=False)
+    else:
+        raise CpkvError("one rank holds the whole prompt: this demo would show nothing")
+
+
+def _prefill_with_progress(url: str, prompt: str, log_file: Path, new_tokens: int) -> Completion:
+    """Send one request, showing prefill chunks as they are computed."""
+    chunks = -(-new_tokens // CHUNK_TOKENS)
+    before = len(_log_lines(log_file, "Prefill batch"))
+    result: list[Completion | CpkvError] = []
+
+    def work() -> None:
+        try:
+            result.append(stream_completion(url, prompt, OUTPUT_TOKENS))
+        except CpkvError as error:
+            result.append(error)
+
+    worker = threading.Thread(target=work, daemon=True)
+    with _progress() as (progress, task):
+        worker.start()
+        while worker.is_alive():
+            done = len(_log_lines(log_file, "Prefill batch")) - before
+            progress.update(
+                task,
+                description=f"prefill on {CP_SIZE} ranks, then decode",
+                completed=min(done, chunks),
+                total=chunks + 1,
+            )
+            worker.join(0.1)
+    if isinstance(result[0], CpkvError):
+        raise result[0]
+    return result[0]
+
+
+def _show_pages(cluster: Cluster, recording: Path, completion: Completion) -> None:
+    out.print(f"\nwho owns the {-(-completion.prompt_tokens // cluster.limits.page_size)} pages:")
+    out.print(ownership_picture(recording, cluster.limits))
+
+
+def _show_answer(what: str, completion: Completion) -> None:
+    out.print(
+        f"\n{what}: {completion.prompt_tokens} prompt tokens, "
+        f"time to first token {completion.first_token_seconds:.2f} s, "
+        f"then {completion.tokens_per_second:.0f} tokens/s"
+    )
+    out.print(f"  first tokens (random weights, so no prose): {completion.text!r}", markup=False)
+
+
+def _show_transfers(log_file: Path) -> None:
+    out.print("\nprefill to decode, both requests:")
+    for line in _log_lines(log_file, "CP shared KV transfer"):
+        out.print(f"  {line}", markup=False)
+
+
+def _replay(cluster: Cluster, shared: Path, replicated: Path, *, flip_byte: bool) -> Comparison:
+    """The replicated reference on the same rank processes, then the comparison."""
+    out.print(
+        f"\nreplicated reference: the same batch messages, {CP_SIZE} ranks with "
+        f"{cluster.limits.logical_tokens} tokens each"
+    )
+    with _progress() as (progress, task):
+        replay_replicated(
+            cluster,
+            shared,
+            replicated,
+            on_progress=lambda what, done, total: progress.update(
+                task, description=f"replay: {what}", completed=done, total=total
+            ),
+            flip_byte_before_batch=2 if flip_byte else None,
+        )
+    return compare_recordings(shared, replicated, CP_SIZE)
+
+
+def _verdict(comparison: Comparison) -> bool:
+    if comparison.difference is not None:
+        out.print(f"[bold red]shared != replicated[/]: first difference at {comparison.difference}")
+        return True
+    out.print(
+        f"[bold green]shared == replicated: logits bit-equal ({comparison.rows} positions)[/]"
+    )
+    return False
+
+
+@contextmanager
+def _progress() -> Generator[tuple[Progress, TaskID]]:
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.completed:.0f}/{task.total:.0f}"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with bar:
+        yield bar, bar.add_task("", total=1)
+
+
+def _log_lines(log_file: Path, *starts: str) -> list[str]:
+    """Messages in the cluster's log that begin with one of `starts`, without their prefix."""
+    messages = [line.partition("] ")[2] for line in log_file.read_text().splitlines()]
+    return [message for message in messages if message.startswith(starts)]
+
+
+def _tail(log_file: Path) -> str:
+    return "\n".join(log_file.read_text().splitlines()[-20:])

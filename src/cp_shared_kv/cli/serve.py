@@ -1,0 +1,61 @@
+"""`cpkv serve`: the OpenAI-compatible server over a whole cluster of processes."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+from cyclopts import Parameter
+from rich.console import Console
+
+from cp_shared_kv.engine.cluster import Cluster
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.errors import StartupError
+from cp_shared_kv.server.serve import open_listener
+from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
+DEMO_MODEL = "demo"
+WATCH_SECONDS = 0.2
+
+
+def with_model(config: EngineConfig) -> EngineConfig:
+    """The config with `--model-path demo` replaced by the built-in demo model's directory."""
+    if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
+        return config
+    directory = demo_checkpoint_directory()
+    return replace(
+        config, model_path=directory, served_model_name=config.served_model_name or DEMO_MODEL
+    )
+
+
+def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
+    """Serve a model: a prefill group, a decode worker and an OpenAI-compatible HTTP server.
+
+    `--model-path demo` serves a tiny built-in model, made on first use. For example:
+
+    cpkv serve --model-path demo --attention-context-parallel-size 4
+    --enable-nsa-prefill-context-parallel --enable-nsa-prefill-cp-shared-kv
+    --max-total-tokens 4096
+    """
+    config = with_model(config)
+    listener = open_listener(config.host, config.port)
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopped.set())
+    console = Console(stderr=True)
+    with Cluster(config, listener=listener) as cluster:
+        host, port = listener.getsockname()[:2]
+        listener.close()  # the server's process has it
+        console.print(
+            f"cpkv: serving {config.model_name} at http://{host}:{port}/v1  (Ctrl-C stops)",
+            markup=False,
+            highlight=False,
+        )
+        while not stopped.wait(WATCH_SECONDS):
+            lost = cluster.lost_child()
+            if lost is not None:
+                raise StartupError(f"{lost}; the cluster stops")
+    return 0

@@ -1,0 +1,132 @@
+"""What a front end and the engine say to each other: plain values, no I/O, nothing imported.
+
+Tokens of the prefill pool are logical (they count for the whole group) unless a name says
+`physical`. The server's side of the seam is `server/engine_client.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from cp_shared_kv.errors import CpkvError
+
+FinishReason = Literal["stop", "length", "abort"]
+"""stop: an end-of-sequence token; length: max_tokens reached; abort: ended by someone else."""
+
+RefusalKind = Literal["too_long", "overloaded", "unavailable", "failed"]
+"""Whose turn it is: too_long, the client's; overloaded, wait; unavailable, wait for a restart;
+failed, this request alone."""
+
+Outcome = Literal["finished", "aborted", "failed", "refused"]
+"""How a request that reached the engine ended."""
+
+
+class EngineRefusal(CpkvError):  # noqa: N818  (a refusal is an answer, not a defect)
+    """A request that the engine did not take, or could not finish, and why."""
+
+    def __init__(self, reason: str, *, kind: RefusalKind) -> None:
+        self.reason = reason
+        self.kind: RefusalKind = kind
+        super().__init__(reason)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    """One prompt to continue. `request_id` is unique among the requests of a server's life."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    max_tokens: int
+    ignore_eos: bool = False
+    temperature: float = 0.0
+    """0 is greedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChunk:
+    """New output tokens of one request, in order.
+
+    The end-of-sequence token that stops a request is among `token_ids`. The chunk with a
+    `finish_reason` is the last, and may hold no token.
+    """
+
+    token_ids: Sequence[int]
+    finish_reason: FinishReason | None = None
+    cached_tokens: int = 0
+    """Prompt tokens whose KV was found in the prefix cache; the same in every chunk."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineDescription:
+    """What does not change during an engine's life."""
+
+    model_name: str
+    version: str
+    context_length: int
+    """Most tokens of a prompt and its output together."""
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    cp_size: int
+    shard_policy: str
+    kv_read: str
+    physical_tokens_per_rank: int
+    logical_tokens: int
+    """Most prompt tokens that the prefill group holds at once."""
+    decode_tokens: int
+    """Most tokens, prompt and output together, that the decode worker holds at once."""
+    pool_bytes_per_rank: int
+    scratch_limit_bytes: int
+    config: Mapping[str, object]
+    """The engine's settings as JSON-able values, by the names of their flags."""
+
+    @property
+    def logical_pages(self) -> int:
+        """Pages that the prefill group holds."""
+        return self.logical_tokens // self.page_size
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Most prompt tokens of one request that is to give at least one token."""
+        return min(self.logical_tokens, self.decode_tokens - 1, self.context_length - 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Figures of one moment; what ends in `_total` only grows. Sequences run over the CP ranks."""
+
+    available_tokens: int
+    """Tokens of pages on the free list."""
+    cached_tokens: int
+    """Tokens of pages kept for their prefix alone; they are evicted when room is needed."""
+    locked_tokens: int
+    """Tokens of pages that a request or a transfer uses. The three add up to the capacity."""
+    free_pages_per_owner: Sequence[int]
+    queued_requests: int
+    """Not yet admitted to prefill."""
+    prefill_requests: int
+    """Being computed or sent."""
+    decode_queued_requests: int
+    """Waiting for decode to set pages aside."""
+    decode_requests: int
+    """Decoding."""
+    decode_used_tokens: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    """Prompt tokens that were not computed because their prefix was in the cache."""
+    generated_tokens_total: int
+    evicted_tokens_total: int
+    requests_total: Mapping[Outcome, int]
+    failed_transfers_total: int
+    sent_pages_total: Sequence[int]
+    sent_descriptors_total: Sequence[int]
+    sent_bytes_total: Sequence[int]
+    scratch_bytes: Sequence[int]
+    """Scratch that each rank holds now."""
+
+    @property
+    def used_tokens(self) -> int:
+        """Tokens that cannot be had by eviction."""
+        return self.locked_tokens

@@ -1,0 +1,223 @@
+"""One frozen config; every rule about what goes with what is checked when it is built."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.layout.sequence_split import SplitMode
+
+KVRead = Literal["auto", "pull", "collective"]
+TransferBackend = Literal["shared_memory", "mooncake"]
+Dtype = Literal["auto", "float32", "bfloat16"]
+
+MAX_PAGE_SIZE = 1024
+MAX_CP_SIZE = 64
+
+
+def flag(field: str) -> str:
+    """The command-line spelling of a config field."""
+    return "--" + field.replace("_", "-")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything a user can choose. Names follow SGLang's flags where SGLang has one.
+
+    Raises `ConfigError` for a value out of range and for settings that do not go together.
+    """
+
+    model_path: Path
+    """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json)."""
+
+    served_model_name: str | None = None
+    """Name that clients ask for; the directory's name by default."""
+
+    host: str = "127.0.0.1"
+    """Address of the HTTP server."""
+
+    port: int = 30000
+    """Port of the HTTP server; 0 picks a free one."""
+
+    dtype: Dtype = "auto"
+    """Compute type of the model; auto takes the checkpoint's."""
+
+    page_size: int = 64
+    """Tokens a KV page holds: the unit of ownership, prefix matching and transfer."""
+
+    context_length: int | None = None
+    """Longest prompt plus output in tokens; the model's own limit by default."""
+
+    chunked_prefill_size: int = 2048
+    """New tokens that one prefill batch may compute."""
+
+    max_total_tokens: int | None = None
+    """Physical KV tokens of each rank; by default sized from the free memory."""
+
+    decode_max_total_tokens: int | None = None
+    """KV tokens of the decode worker; by default the logical tokens of the prefill group."""
+
+    max_running_requests: int = 64
+    """Requests that may decode at once."""
+
+    attention_context_parallel_size: int = 1
+    """Ranks of the prefill context-parallel group (N)."""
+
+    enable_nsa_prefill_context_parallel: bool = False
+    """Split the prefill of sparse-attention models over the group."""
+
+    nsa_prefill_cp_mode: SplitMode = "in-seq-split"
+    """How a chunk's tokens are dealt to the ranks."""
+
+    enable_nsa_prefill_cp_shared_kv: bool = False
+    """Give each KV page one owner among the ranks: N times the capacity, the same answers."""
+
+    kv_read: KVRead = "auto"
+    """How a rank reads pages it does not own: one-sided pull, or a collective byte gather."""
+
+    disaggregation_transfer_backend: TransferBackend = "shared_memory"
+    """What carries KV pages from prefill to decode."""
+
+    disable_radix_cache: bool = False
+    """Never reuse the KV of earlier prompts."""
+
+    record_batches: Path | None = None
+    """Directory for a recording of all batch messages and logits (costs speed; for proofs)."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe log lines to show."""
+
+    def __post_init__(self) -> None:
+        if sys.platform != "linux":
+            raise ConfigError(
+                "cp-shared-kv runs on Linux only",
+                value=sys.platform,
+                change="use a Linux machine, virtual machine or container",
+            )
+        self._check_choices()
+        self._check_ranges()
+        self._check_combinations()
+
+    @property
+    def cp_size(self) -> int:
+        """Ranks of the prefill group (N)."""
+        return self.attention_context_parallel_size
+
+    @property
+    def shares_kv(self) -> bool:
+        """Whether pages have one owner (else every rank keeps a full replica)."""
+        return self.enable_nsa_prefill_cp_shared_kv
+
+    @property
+    def resolved_kv_read(self) -> Literal["pull", "collective", "local"]:
+        """The read path that will run: `local` where each rank has every page itself."""
+        if not self.shares_kv or self.cp_size == 1:
+            return "local"
+        return "pull" if self.kv_read == "auto" else self.kv_read
+
+    @property
+    def model_name(self) -> str:
+        """The name that clients ask for."""
+        return self.served_model_name or self.model_path.name
+
+    def _check_choices(self) -> None:
+        choices = {
+            "dtype": get_args(Dtype),
+            "nsa_prefill_cp_mode": get_args(SplitMode),
+            "kv_read": get_args(KVRead),
+            "disaggregation_transfer_backend": get_args(TransferBackend),
+            "log_level": ("debug", "info", "warning", "error"),
+        }
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ConfigError(
+                    f"{flag(name)} has an unknown value",
+                    value=getattr(self, name),
+                    allowed=", ".join(allowed),
+                )
+
+    def _check_ranges(self) -> None:
+        least_most: dict[str, tuple[int, int]] = {
+            "port": (0, 65535),
+            "page_size": (1, MAX_PAGE_SIZE),
+            "context_length": (2, 2**31 - 1),
+            "chunked_prefill_size": (1, 2**24),
+            "max_total_tokens": (1, 2**40),
+            "decode_max_total_tokens": (1, 2**40),
+            "max_running_requests": (1, 4096),
+            "attention_context_parallel_size": (1, MAX_CP_SIZE),
+        }
+        for name, (least, most) in least_most.items():
+            value: Any = getattr(self, name)
+            if value is not None and not least <= value <= most:
+                raise ConfigError(
+                    f"{flag(name)} is out of range", value=value, allowed=f"{least} to {most}"
+                )
+        if self.page_size & (self.page_size - 1):
+            raise ConfigError(
+                "--page-size is not a power of two",
+                value=self.page_size,
+                allowed="1, 2, 4 ... 1024",
+                change="64 is what the production formats use",
+            )
+        for name in ("max_total_tokens", "decode_max_total_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < self.page_size:
+                raise ConfigError(
+                    f"{flag(name)} is less than one page",
+                    value=value,
+                    allowed=f"at least --page-size {self.page_size}",
+                )
+        if not self.host:
+            raise ConfigError("--host is empty", allowed="an address such as 127.0.0.1 or 0.0.0.0")
+
+    def _check_combinations(self) -> None:
+        if self.cp_size > 1 and not self.enable_nsa_prefill_context_parallel:
+            raise ConfigError(
+                "several ranks need prefill context parallelism",
+                value=f"--attention-context-parallel-size {self.cp_size}",
+                change="add --enable-nsa-prefill-context-parallel, or use one rank",
+            )
+        if self.enable_nsa_prefill_context_parallel and self.cp_size < 2:
+            raise ConfigError(
+                "--enable-nsa-prefill-context-parallel has nothing to split over",
+                value=f"--attention-context-parallel-size {self.cp_size}",
+                allowed="2 or more ranks",
+                change="raise --attention-context-parallel-size or drop the flag",
+            )
+        if self.shares_kv and not self.enable_nsa_prefill_context_parallel:
+            raise ConfigError(
+                "--enable-nsa-prefill-cp-shared-kv shares the KV of a context-parallel group",
+                change="add --enable-nsa-prefill-context-parallel and "
+                "--attention-context-parallel-size 2 or more",
+            )
+        if self.kv_read != "auto" and not self.shares_kv:
+            raise ConfigError(
+                "--kv-read chooses how shared pages are read, and nothing is shared",
+                value=self.kv_read,
+                allowed="auto",
+                change="add --enable-nsa-prefill-cp-shared-kv or drop --kv-read",
+            )
+        if self.disaggregation_transfer_backend == "mooncake":
+            raise ConfigError(
+                "--disaggregation-transfer-backend mooncake is not in this release",
+                allowed="shared_memory",
+                change="drop the flag: all processes of this release run on one host",
+            )
+
+    def as_plain(self) -> dict[str, Any]:
+        """The config as JSON-able values, paths as strings (for child processes, /server_info)."""
+        plain = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> EngineConfig:
+        """Inverse of `as_plain`; checks every rule again."""
+        values = dict(plain)
+        for name in ("model_path", "record_batches"):
+            if values.get(name) is not None:
+                values[name] = Path(values[name])
+        return cls(**values)

@@ -1,0 +1,313 @@
+"""The decode worker: sets pages aside, waits for exact cover, and generates tokens.
+
+One process, one model replica, its own pool. All requests that run share each forward pass.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from cp_shared_kv.engine.batch import Batch, BatchRequest
+from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
+from cp_shared_kv.engine.model_runner import ModelRunner
+from cp_shared_kv.engine.recording import MessageLog
+from cp_shared_kv.errors import CapacityError, InvariantError
+from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
+from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.transfer.actions import (
+    Covered,
+    DecodeAction,
+    FreePages,
+    RoomFailed,
+    SendMessage,
+)
+from cp_shared_kv.transfer.codec import pack_int64
+from cp_shared_kv.transfer.decode_session import DecodeSession, DecodeState, acknowledgement
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Acknowledged,
+    Concluded,
+    Declined,
+    FirstToken,
+    Offer,
+    Quiesced,
+    Reserve,
+    Sent,
+    Withdrawn,
+)
+from cp_shared_kv.transfer.reservation import Reservation
+
+NO_KEYS = np.zeros(0, dtype=np.int64)
+
+logger = logging.getLogger("cp_shared_kv")
+SendTo = Callable[[msgspec.Struct], None]
+
+
+@dataclass
+class DecodeRoom:
+    """One request at decode, from its offer to its last token."""
+
+    offer: Offer
+    prompt_tokens: int
+    logical_pages: LogicalPages | None = None
+    session: DecodeSession | None = None
+    first_token: int | None = None
+    generated: list[int] = field(default_factory=list[int])
+
+
+class DecodeEngine:
+    """Logic of a decode worker. `to_controller`, `to_rank`, `to_server` send; nothing blocks."""
+
+    def __init__(
+        self,
+        pool: LogicalPool,
+        runner: ModelRunner,
+        *,
+        epoch: int,
+        cp_size: int,
+        max_running: int,
+        eos_token_ids: frozenset[int],
+        to_controller: SendTo,
+        to_rank: Callable[[int, msgspec.Struct], None],
+        to_server: SendTo,
+        log: MessageLog | None = None,
+    ) -> None:
+        self._pool = pool
+        self._runner = runner
+        self._epoch = epoch
+        self.prefill_epoch = 0
+        self._cp_size = cp_size
+        self._max_running = max_running
+        self._eos = eos_token_ids
+        self._to_controller, self._to_rank, self._to_server = to_controller, to_rank, to_server
+        self._log = log
+        self._rooms: dict[int, DecodeRoom] = {}
+        self._waiting: list[int] = []
+        self._running: list[int] = []
+        self._next_batch_id = 0
+        self.generated_total = 0
+        self.finished_total = 0
+        self.failed_total = 0
+
+    # Events -----------------------------------------------------------------------------------
+
+    def on_offer(self, offer: Offer) -> None:
+        """Queue an offer; it is reserved as soon as its pages are free, in order of arrival."""
+        if offer.room in self._rooms:
+            return
+        self._rooms[offer.room] = DecodeRoom(offer, len(offer.token_ids) // 8)
+        self._waiting.append(offer.room)
+        self._reserve_waiting()
+
+    def on_transfer(self, message: Sent | Concluded | Quiesced) -> None:
+        """A rank reports on its part of a room."""
+        room = self._rooms.get(message.room)
+        if room is not None and room.session is not None:
+            self._carry_out(message.room, room.session.receive(message))
+        elif not isinstance(message, Sent) and message.peer_epoch == self._epoch:
+            # The room is over and the rank has not heard our answer: give it again.
+            self._to_rank(message.rank, acknowledgement(message))
+
+    def on_first_token(self, message: FirstToken) -> None:
+        """The token that prefill's logits chose."""
+        room = self._rooms.get(message.room)
+        if room is not None and room.first_token is None:
+            room.first_token = message.token_id
+            self._start_if_ready(message.room)
+
+    def on_stop(self, message: AbortRoom | Withdrawn) -> None:
+        """The request is wanted no more; its pages go when no rank can still write them."""
+        room = self._rooms.get(message.room)
+        if room is None:
+            return
+        if message.room in self._running:
+            self._finish(message.room, "abort")
+        elif room.session is None:
+            self._waiting.remove(message.room)
+            del self._rooms[message.room]
+        elif room.session.state is DecodeState.COVERED:
+            self._release(message.room)  # only its first token was missing
+        else:
+            self._carry_out(message.room, room.session.receive(message))
+
+    # Steps ------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a decode step would do anything."""
+        return bool(self._running)
+
+    def step(self) -> None:
+        """One token for every running request."""
+        chosen = self._running[: self._max_running]
+        parts: list[BatchRequest] = []
+        tokens: list[int] = []
+        for name in chosen:
+            room = self._rooms[name]
+            assert room.logical_pages is not None
+            stored = room.prompt_tokens + len(room.generated) - 1
+            pages = room.logical_pages[: stored // self._pool.page_size + 1]
+            parts.append(
+                BatchRequest(
+                    room=name,
+                    prefix_tokens=stored,
+                    new_tokens=1,
+                    logical_pages=pack_int64(pages),
+                    last=True,
+                )
+            )
+            tokens.append(room.generated[-1])
+        self._next_batch_id += 1
+        batch = Batch(
+            epoch=self._epoch,
+            batch_id=self._next_batch_id,
+            token_ids=pack_int64(np.asarray(tokens, dtype=np.int64)),
+            requests=parts,
+        )
+        self._record(batch)
+        for name, token in self._runner.execute(batch).items():
+            self._emit(name, token)
+
+    def stats(self, ticket: int) -> DecodeStats:
+        """Figures of this worker, in tokens."""
+        page = self._pool.page_size
+        return DecodeStats(
+            ticket=ticket,
+            available_tokens=self._pool.available_pages * page,
+            used_tokens=(self._pool.total_pages - self._pool.available_pages) * page,
+            waiting=len(self._waiting),
+            running=len(self._running),
+            generated_tokens_total=self.generated_total,
+            finished_total=self.finished_total,
+            failed_rooms_total=self.failed_total,
+        )
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantError` if rooms, sessions and the pool disagree."""
+        self._pool.check_invariants()
+        holding = {name for name, room in self._rooms.items() if room.logical_pages is not None}
+        if set(self._pool.rooms) != holding:
+            raise InvariantError("decode rooms that hold pages are not those of the pool")
+        for room in self._rooms.values():
+            if room.session is not None:
+                room.session.check_invariants()
+
+    # Reservation ------------------------------------------------------------------------------
+
+    def _reserve_waiting(self) -> None:
+        while self._waiting:
+            name = self._waiting[0]
+            room = self._rooms[name]
+            tokens = room.prompt_tokens + room.offer.max_tokens
+            try:
+                admission = self._pool.admit(name, NO_KEYS, -(-tokens // self._pool.page_size))
+            except CapacityError as error:
+                self._waiting.pop(0)
+                del self._rooms[name]
+                self._to_controller(
+                    Declined(
+                        epoch=self._epoch,
+                        peer_epoch=self.prefill_epoch,
+                        room=name,
+                        reason=str(error),
+                    )
+                )
+                continue
+            if admission is None:
+                return
+            self._waiting.pop(0)
+            room.logical_pages = admission.logical_pages
+            prompt_pages = -(-room.prompt_tokens // self._pool.page_size)
+            # Decode does not share its pool: its logical pages are its physical ones.
+            physical_pages = PhysicalPages(admission.logical_pages[:prompt_pages])
+            room.session = DecodeSession(
+                room=name,
+                epoch=self._epoch,
+                peer_epoch=self.prefill_epoch,
+                cp_size=self._cp_size,
+                reservation=Reservation(first_position=0, physical_pages=physical_pages),
+            )
+            reserve = Reserve(
+                epoch=self._epoch,
+                peer_epoch=self.prefill_epoch,
+                room=name,
+                first_position=0,
+                physical_pages=pack_int64(physical_pages),
+            )
+            self._record(reserve)
+            self._to_controller(reserve)
+
+    # Actions of the sessions ------------------------------------------------------------------
+
+    def _carry_out(self, name: int, actions: list[DecodeAction]) -> None:
+        for action in actions:
+            match action:
+                case SendMessage():
+                    if isinstance(action.message, Acknowledged):
+                        self._to_rank(action.message.rank, action.message)
+                    else:
+                        self._to_controller(action.message)
+                case Covered():
+                    self._start_if_ready(name)
+                case RoomFailed():
+                    self.failed_total += 1
+                    self._to_server(RoomRefused(room=name, kind="failed", reason=action.reason))
+                case FreePages():
+                    self._release(name)
+
+    def _start_if_ready(self, name: int) -> None:
+        room = self._rooms[name]
+        if (
+            room.first_token is None
+            or room.session is None
+            or room.session.state is not DecodeState.COVERED
+        ):
+            return
+        self._record(
+            FirstToken(
+                epoch=self._epoch,
+                peer_epoch=self.prefill_epoch,
+                room=name,
+                token_id=room.first_token,
+            )
+        )
+        self._running.append(name)
+        self._emit(name, room.first_token)
+
+    # Output -----------------------------------------------------------------------------------
+
+    def _emit(self, name: int, token: int) -> None:
+        room = self._rooms[name]
+        room.generated.append(token)
+        self.generated_total += 1
+        stop = token in self._eos and not room.offer.sampling.ignore_eos
+        full = len(room.generated) >= room.offer.max_tokens
+        if stop or full:
+            self._finish(name, "stop" if stop else "length", [token])
+        else:
+            self._to_server(Tokens(room=name, token_ids=[token]))
+
+    def _finish(self, name: int, reason: str, tokens: list[int] | None = None) -> None:
+        self._running.remove(name)
+        self.finished_total += 1
+        self._to_server(
+            msgspec.convert(
+                {"room": name, "token_ids": tokens or [], "finish_reason": reason}, Tokens
+            )
+        )
+        self._release(name)
+
+    def _release(self, name: int) -> None:
+        if self._rooms.pop(name, None) is not None:
+            self._pool.release(name)
+            self._reserve_waiting()
+
+    def _record(self, message: msgspec.Struct) -> None:
+        if self._log is not None:
+            self._log.append(encode(message))

@@ -1,0 +1,48 @@
+"""The sizes of a run, which every process must agree on. sizing.py works them out."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.logical_pool import LogicalPool
+
+
+class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the pools and what fits them. Logical figures are of the whole group."""
+
+    page_size: int
+    cp_size: int
+    shared: bool
+    physical_tokens_per_rank: int
+    decode_tokens: int
+    context_length: int
+    scratch_limit_bytes: int
+    pool_bytes_per_rank: int
+    decode_pool_bytes: int
+
+    @property
+    def capacity(self) -> KVCapacity:
+        """The prefill group's pool; a replicated group has the capacity of one rank."""
+        return KVCapacity.from_tokens(
+            self.physical_tokens_per_rank, self.page_size, self.cp_size if self.shared else 1
+        )
+
+    @property
+    def decode_capacity(self) -> KVCapacity:
+        """The decode worker's pool, which it does not share."""
+        return KVCapacity.from_tokens(self.decode_tokens, self.page_size, 1)
+
+    def one_rank_pool(self) -> LogicalPool:
+        """The pool of one rank alone, for comparison: what a replicated group would have."""
+        return LogicalPool(KVCapacity.from_tokens(self.physical_tokens_per_rank, self.page_size, 1))
+
+    @property
+    def logical_tokens(self) -> int:
+        """Tokens that the prefill group holds."""
+        return self.capacity.logical_tokens
+
+    @property
+    def longest_prompt_tokens(self) -> int:
+        """Most prompt tokens of one request that is to give at least one token."""
+        return min(self.logical_tokens, self.decode_tokens - 1, self.context_length - 1)

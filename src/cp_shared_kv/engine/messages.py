@@ -1,0 +1,217 @@
+"""What the engine's processes say to each other, apart from the KV transfer's own messages.
+
+Tagged msgspec structs over zmq; no pickle. Which of them may travel where: codecs.py.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from cp_shared_kv.transfer.messages import Hello, SamplingParams
+
+
+class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    pass
+
+
+# Server -> controller and decode ---------------------------------------------------------------
+
+
+class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
+    """A prompt (int64 tokens) for the room that the server chose."""
+
+    room: int
+    token_ids: bytes
+    max_tokens: int
+    sampling: SamplingParams
+
+
+class Cancel(_Message, frozen=True, kw_only=True, tag="cancel"):
+    """The client went away."""
+
+    room: int
+
+
+class StatsRequest(_Message, frozen=True, kw_only=True, tag="stats_request"):
+    """Asks for the figures of one process; `ticket` comes back with them."""
+
+    ticket: int
+
+
+# Controller and decode -> server ---------------------------------------------------------------
+
+
+class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
+    """A process is reachable at this identity."""
+
+    role: Literal["prefill", "decode"]
+
+
+class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
+    """New output tokens of a room, in order."""
+
+    room: int
+    token_ids: list[int]
+    finish_reason: Literal["stop", "length", "abort"] | None = None
+
+
+class Admitted(_Message, frozen=True, kw_only=True, tag="admitted"):
+    """How much of a prompt was found in the prefix cache."""
+
+    room: int
+    cached_tokens: int
+
+
+class RoomRefused(_Message, frozen=True, kw_only=True, tag="room_refused"):
+    """A request that ends without its tokens, and why."""
+
+    room: int
+    kind: Literal["too_long", "overloaded", "unavailable", "failed"]
+    reason: str
+
+
+class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
+    """Figures of a prefill group. Tokens are logical; lists run over the CP ranks."""
+
+    ticket: int
+    available_tokens: int
+    cached_tokens: int
+    locked_tokens: int
+    free_pages_per_owner: list[int]
+    queued: int
+    running: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    evicted_pages_total: int
+    sent_pages_total: list[int]
+    sent_descriptors_total: list[int]
+    sent_bytes_total: list[int]
+    scratch_bytes: list[int]
+    failed_rooms_total: int
+
+
+class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
+    """Figures of a decode worker."""
+
+    ticket: int
+    available_tokens: int
+    used_tokens: int
+    waiting: int
+    running: int
+    generated_tokens_total: int
+    finished_total: int
+    failed_rooms_total: int
+
+
+# Controller -> ranks ---------------------------------------------------------------------------
+
+
+class Configure(_Message, frozen=True, kw_only=True, tag="configure"):
+    """Make a new pool and forget the old one; the start of an epoch. Every rank gets the same."""
+
+    epoch: int
+    shared: bool
+    physical_pages: int
+    kv_read: Literal["pull", "collective", "local"]
+    scratch_limit_bytes: int
+    record: str | None = None
+    """Directory for this rank's logits, when the run is recorded."""
+    flip_byte_before_batch: int | None = None
+    """Test aid: damage one byte of a prefix page before this batch. A proof must notice."""
+
+
+class ConnectDecode(_Message, frozen=True, kw_only=True, tag="connect_decode"):
+    """Map the pool of a decode worker that the controller has shaken hands with."""
+
+    address: str
+    hello: Hello
+
+
+# Ranks -> controller ---------------------------------------------------------------------------
+
+
+class RankReady(_Message, frozen=True, kw_only=True, tag="rank_ready"):
+    """The rank has loaded its weights and waits for `Configure`."""
+
+    rank: int
+
+
+class Configured(_Message, frozen=True, kw_only=True, tag="configured"):
+    """The rank's pool of this epoch stands."""
+
+    rank: int
+    epoch: int
+    pool_bytes: int
+
+
+class DecodeConnected(_Message, frozen=True, kw_only=True, tag="decode_connected"):
+    """The rank has mapped the decode worker's pool."""
+
+    rank: int
+
+
+class RoomToken(_Message, frozen=True, kw_only=True):
+    """The first output token of a room."""
+
+    room: int
+    token_id: int
+
+
+class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):
+    """The rank has computed a batch and written its pages."""
+
+    rank: int
+    batch_id: int
+    tokens: list[RoomToken]
+    scratch_bytes: int
+
+
+class RoomConcluded(_Message, frozen=True, kw_only=True, tag="room_concluded"):
+    """The rank will touch the room's pages no more."""
+
+    rank: int
+    room: int
+    pages: int
+    descriptors: int
+    bytes: int
+    failure: str | None = None
+
+
+# Replay tool <-> decode ------------------------------------------------------------------------
+
+
+class BeginReplay(_Message, frozen=True, kw_only=True, tag="begin_replay"):
+    """Drop everything, and do only what is told from now on (engine/replay.py).
+
+    `prefill_epoch` is the life of the group whose pages will come.
+    """
+
+    prefill_epoch: int
+    record: str
+
+
+class ReplayReady(_Message, frozen=True, kw_only=True, tag="replay_ready"):
+    """Decode is empty and in replay."""
+
+
+class RoomCovered(_Message, frozen=True, kw_only=True, tag="room_covered"):
+    """A replayed room has all its pages at decode."""
+
+    room: int
+
+
+class StepDone(_Message, frozen=True, kw_only=True, tag="step_done"):
+    """Decode has run one replayed batch."""
+
+    batch_id: int
+
+
+# Controller -> decode --------------------------------------------------------------------------
+
+
+class RegionMapped(_Message, frozen=True, kw_only=True, tag="region_mapped"):
+    """All ranks have mapped decode's pool: its name in /dev/shm can go."""
+
+    epoch: int

@@ -1,0 +1,79 @@
+"""One rank's part of a forward pass: from a batch message to written pages and next tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.recording import LogitsLog
+from cp_shared_kv.engine.sampler import sample_greedy
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.model.transformer import Transformer
+from cp_shared_kv.reads.forward_kv import ForwardKV
+from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.reads.plan import BatchSpan
+from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.scratch import Scratch
+
+
+class ModelRunner:
+    """Runs batches on one rank. `execute` is collective: all ranks of the group, same batch."""
+
+    def __init__(
+        self,
+        transformer: Transformer,
+        pool: KVPool,
+        layout: CpSharedKVLayout,
+        group: CPGroup,
+        reader: PrefixReader,
+        split: SplitMode,
+        scratch: Scratch,
+        log: LogitsLog | None = None,
+    ) -> None:
+        self._transformer = transformer
+        self._pool = pool
+        self._layout = layout
+        self._group = group
+        self._reader = reader
+        self._split: SplitMode = split
+        self._scratch = scratch
+        self._log = log
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> dict[int, int]:
+        """Compute the batch; returns the next token of each request whose last row is here."""
+        kv = ForwardKV.build(
+            self._pool,
+            self._layout,
+            self._group,
+            self._reader,
+            [BatchSpan(r.pages(), r.prefix_tokens, r.new_tokens) for r in batch.requests],
+            self._split,
+            scratch=self._scratch,
+            dtype=self._transformer.dtype,
+        )
+        mine = kv.token_indices.numpy()
+        hidden = self._transformer.forward(torch.from_numpy(batch.tokens()[mine]), kv.positions, kv)
+        # The last token of a prompt chooses the first output token; its row is on one rank.
+        last_index = np.cumsum([r.new_tokens for r in batch.requests]) - 1
+        row_of = {int(flat): row for row, flat in enumerate(mine)}
+        wanted = [
+            (request.room, row_of[int(flat)])
+            for request, flat in zip(batch.requests, last_index, strict=True)
+            if request.last and int(flat) in row_of
+        ]
+        rows = torch.tensor([row for _, row in wanted], dtype=torch.int64)
+        if self._log is None:
+            logits = self._transformer.logits(hidden[rows])
+        else:
+            every = self._transformer.logits(hidden)
+            rooms = np.repeat(
+                [r.room for r in batch.requests], [r.new_tokens for r in batch.requests]
+            )
+            self._log.append(batch.batch_id, rooms[mine], kv.positions.numpy(), every.numpy())
+            logits = every[rows]
+        tokens = sample_greedy(logits)
+        return {room: token for (room, _), token in zip(wanted, tokens, strict=True)}

@@ -1,0 +1,91 @@
+"""What the rest of the engine must know of a model, without loading its weights."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.run_spec import PageLayout
+from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.pool import KVPoolSpec
+from cp_shared_kv.model.config import ModelConfig
+
+HEADER_LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100 * 2**20
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """The model's config, its page layout, and a fingerprint for the handshake."""
+
+    config: ModelConfig
+    pool_spec: KVPoolSpec
+    fingerprint: str
+    compute_dtype: torch.dtype
+
+    @property
+    def context_length(self) -> int:
+        """Most token positions that the model was made for."""
+        return self.config.context_length
+
+    @property
+    def page_layout(self) -> PageLayout:
+        """What the handshake compares."""
+        spec = self.pool_spec
+        return PageLayout(
+            latent_format=spec.latent.fingerprint,
+            index_format=spec.index.fingerprint,
+            num_layers=spec.num_layers,
+            index_layers=spec.index_layers,
+            bytes_per_page=spec.bytes_per_page,
+        )
+
+
+def describe_model(config: EngineConfig) -> ModelDescription:
+    """Read a checkpoint's config and headers. Raises `ConfigError` or `CheckpointError`."""
+    model = ModelConfig.from_directory(config.model_path)
+    return ModelDescription(
+        config=model,
+        pool_spec=pool_spec(model, config.page_size),
+        fingerprint=_fingerprint(config.model_path),
+        compute_dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+    )
+
+
+def pool_spec(model: ModelConfig, page_size: int) -> KVPoolSpec:
+    """The page formats of a model. This release stores exact fp32 pages."""
+    return KVPoolSpec(
+        latent=latent_format(
+            "fp32",
+            kv_lora_rank=model.kv_lora_rank,
+            qk_rope_head_dim=model.qk_rope_head_dim,
+            page_size=page_size,
+        ),
+        index=index_format(
+            "fp32",
+            index_head_dim=model.index_head_dim,
+            page_size=page_size,
+            rope_style=model.index_rope_style,
+            rope_pairing=model.index_rope_style,
+        ),
+        num_layers=model.num_hidden_layers,
+        index_layers=model.index_layers,
+    )
+
+
+def _fingerprint(directory: Path) -> str:
+    """Hash of config.json and of the safetensors headers (names, shapes, types, offsets).
+
+    The weights themselves are not read: at 700 GB that would take longer than loading them.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update((directory / "config.json").read_bytes())
+    for file in sorted(directory.glob("*.safetensors")):
+        with file.open("rb") as handle:
+            length = int.from_bytes(handle.read(HEADER_LENGTH_BYTES), "little")
+            digest.update(handle.read(min(length, MAX_HEADER_BYTES)))
+    return digest.hexdigest()

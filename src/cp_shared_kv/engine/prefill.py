@@ -1,0 +1,307 @@
+"""The prefill controller: owns all logical state of its group and drives the ranks.
+
+One process, one thread, no torch. The effects are here; what to run next is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.messages import (
+    Admitted,
+    BatchDone,
+    Cancel,
+    PrefillStats,
+    RoomConcluded,
+    RoomRefused,
+    StatsRequest,
+    Submit,
+)
+from cp_shared_kv.engine.recording import MessageLog
+from cp_shared_kv.engine.request import PrefillRequest
+from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.scheduler import PrefillScheduler
+from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.memory.page_keys import page_keys
+from cp_shared_kv.transfer.codec import check_int64, unpack_int64
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Declined,
+    FirstToken,
+    Offer,
+    OpenRoom,
+    Released,
+    Reserve,
+    Withdrawn,
+)
+
+logger = logging.getLogger("cp_shared_kv")
+Send = Callable[[msgspec.Struct], None]
+
+
+class PrefillController:
+    """Logic of the controller. `to_server`, `to_ranks` (all of them), `to_decode` send.
+
+    Every method takes one decoded message and may send; nothing here blocks.
+    """
+
+    def __init__(
+        self,
+        spec: RunSpec,
+        *,
+        epoch: int,
+        decode_epoch: int,
+        to_server: Send,
+        to_ranks: Send,
+        to_decode: Send,
+    ) -> None:
+        config = spec.engine_config()
+        limits = spec.limits
+        self._cp_size = limits.cp_size
+        self._to_server, self._to_ranks, self._to_decode = to_server, to_ranks, to_decode
+        self._epoch, self._decode_epoch = epoch, decode_epoch
+        self._limits = limits
+        self._vocab_size = spec.vocab_size
+        self._pool = LogicalPool(limits.capacity, prefix_caching=not config.disable_radix_cache)
+        self.scheduler = PrefillScheduler(
+            self._pool,
+            group_ranks=limits.cp_size,
+            chunk_tokens=config.chunked_prefill_size,
+            epoch=epoch,
+        )
+        self._done: dict[int, BatchDone] = {}
+        self._transfers: dict[int, dict[int, RoomConcluded]] = {}
+        self._sent_pages = [0] * limits.cp_size
+        self._sent_descriptors = [0] * limits.cp_size
+        self._sent_bytes = [0] * limits.cp_size
+        self._scratch_bytes = [0] * limits.cp_size
+        self._failed_rooms = 0
+        self._log = None
+        if config.record_batches is not None:
+            self._log = MessageLog(Path(config.record_batches) / "prefill.messages")
+
+    # From the server --------------------------------------------------------------------------
+
+    def on_server(self, message: Submit | Cancel | StatsRequest) -> None:
+        """A new prompt, a client gone, or a question for figures."""
+        match message:
+            case Submit():
+                self._submit(message)
+            case Cancel():
+                self._abort(message.room, "the client went away")
+            case StatsRequest():
+                self._to_server(self._stats(message.ticket))
+
+    def _submit(self, message: Submit) -> None:
+        try:
+            check_int64("token_ids", message.token_ids, at_least=0, at_most=self._vocab_size - 1)
+        except ValueError as error:
+            raise ProtocolError(str(error)) from error
+        tokens = unpack_int64(message.token_ids)
+        needed = len(tokens) + message.max_tokens
+        limits = self._limits
+        if (
+            len(tokens) > limits.logical_tokens
+            or needed > limits.decode_tokens
+            or needed > limits.context_length
+        ):
+            # The server refuses such a prompt first; this holds for any other client too.
+            self._to_server(
+                RoomRefused(
+                    room=message.room,
+                    kind="too_long",
+                    reason=f"{len(tokens)} prompt tokens and {message.max_tokens} to generate "
+                    f"exceed logical_tokens={limits.logical_tokens}, "
+                    f"decode_tokens={limits.decode_tokens} or "
+                    f"context_length={limits.context_length}",
+                )
+            )
+            return
+        self.scheduler.submit(
+            PrefillRequest(
+                room=message.room,
+                token_ids=tokens,
+                max_tokens=message.max_tokens,
+                sampling=message.sampling,
+                page_keys=page_keys(tokens, limits.page_size),
+            )
+        )
+        self._to_decode(
+            Offer(
+                epoch=self._epoch,
+                peer_epoch=self._decode_epoch,
+                room=message.room,
+                token_ids=message.token_ids,
+                max_tokens=message.max_tokens,
+                sampling=message.sampling,
+            )
+        )
+
+    # From decode ------------------------------------------------------------------------------
+
+    def on_decode(self, message: Reserve | Declined | Released | AbortRoom) -> None:
+        """Decode's answers to offers, and the end of rooms. An earlier life is refused."""
+        if message.epoch != self._decode_epoch or message.peer_epoch != self._epoch:
+            raise ProtocolError("message of another epoch", value=type(message).__name__)
+        match message:
+            case Reserve():
+                self._reserved(message)
+            case Declined():
+                self.scheduler.abort(message.room, message.reason)
+                self._refuse(message.room, message.reason)
+            case AbortRoom():
+                self._abort(message.room, message.reason)
+            case Released():
+                pass  # the ranks' own conclusions already released the prefill pages
+
+    def _reserved(self, message: Reserve) -> None:
+        request = self.scheduler.get(message.room)
+        if request is None:
+            self._withdraw(message.room, "it was aborted before it began")
+            return
+        self.scheduler.reserved(
+            OpenRoom(
+                epoch=self._epoch,
+                room=message.room,
+                decode_epoch=self._decode_epoch,
+                first_position=message.first_position,
+                physical_pages=message.physical_pages,
+                total_positions=-(-request.prompt_tokens // self._limits.page_size),
+            )
+        )
+
+    # From the ranks ---------------------------------------------------------------------------
+
+    def on_rank(self, message: BatchDone | RoomConcluded) -> None:
+        """A rank finished a batch, or its part of a transfer."""
+        match message:
+            case BatchDone():
+                self._batch_done(message)
+            case RoomConcluded():
+                self._room_concluded(message)
+
+    def _batch_done(self, message: BatchDone) -> None:
+        self._done[message.rank] = message
+        self._scratch_bytes[message.rank] = message.scratch_bytes
+        if len(self._done) < self._cp_size:
+            return
+        finished = {r.room for r in self.scheduler.batch_done(message.batch_id)}
+        for done in self._done.values():
+            for token in done.tokens:
+                if token.room in finished:
+                    self._to_decode(
+                        FirstToken(
+                            epoch=self._epoch,
+                            peer_epoch=self._decode_epoch,
+                            room=token.room,
+                            token_id=token.token_id,
+                        )
+                    )
+        self._done.clear()
+
+    def _room_concluded(self, message: RoomConcluded) -> None:
+        self._sent_pages[message.rank] += message.pages
+        self._sent_descriptors[message.rank] += message.descriptors
+        self._sent_bytes[message.rank] += message.bytes
+        reports = self._transfers.setdefault(message.room, {})
+        reports[message.rank] = message
+        request = self.scheduler.concluded(message.room, message.rank)
+        if len(reports) == self._cp_size:
+            del self._transfers[message.room]
+            self._log_transfer(reports)
+        if request is not None and request.failure is not None:
+            self._refuse(request.room, request.failure)
+
+    def _log_transfer(self, reports: dict[int, RoomConcluded]) -> None:
+        for rank in sorted(reports):
+            told = reports[rank]
+            if told.failure is not None:
+                logger.info("CP shared KV transfer: rank=%d failed: %s", rank, told.failure)
+                continue
+            logger.info(
+                "CP shared KV transfer: rank=%d sent pages=%d descriptors=%d bytes=%d",
+                rank,
+                told.pages,
+                told.descriptors,
+                told.bytes,
+            )
+
+    # Steps ------------------------------------------------------------------------------------
+
+    def step(self) -> bool:
+        """Start the next batch if there is one and none is in flight."""
+        planned = self.scheduler.next_batch()
+        if planned is None:
+            return False
+        batch, admitted = planned
+        for request in admitted:
+            assert request.reservation is not None
+            self._record(request.reservation)
+            self._to_ranks(request.reservation)
+            self._to_server(Admitted(room=request.room, cached_tokens=request.cached_tokens))
+        self._record(batch)
+        self._to_ranks(batch)
+        logger.info(
+            "Prefill batch, #new-seq: %d, #new-token: %d, #cached-token: %d, token usage: %.2f, "
+            "#running-req: %d, #queue-req: %d",
+            len(admitted),
+            sum(r.new_tokens for r in batch.requests),
+            sum(r.cached_tokens for r in admitted),
+            1 - self._pool.available_pages / self._pool.total_pages,
+            self.scheduler.running,
+            self.scheduler.queued,
+        )
+        return True
+
+    def _abort(self, room: int, reason: str) -> None:
+        """Stop a room wherever it is: at the ranks, at decode, or in the queue."""
+        request = self.scheduler.get(room)
+        if request is not None and self.scheduler.abort(room, reason) is not None:
+            self._withdraw(room, reason)
+            self._refuse(room, reason)
+            return
+        stop = AbortRoom(epoch=self._epoch, peer_epoch=self._decode_epoch, room=room, reason=reason)
+        if request is not None:
+            self._to_ranks(stop)
+        self._to_decode(stop)  # the room may be decode's alone by now
+
+    def _withdraw(self, room: int, reason: str) -> None:
+        """Tell decode that no rank has the room open or will open it."""
+        self._to_decode(
+            Withdrawn(epoch=self._epoch, peer_epoch=self._decode_epoch, room=room, reason=reason)
+        )
+
+    def _refuse(self, room: int, reason: str) -> None:
+        self._failed_rooms += 1
+        self._to_server(RoomRefused(room=room, kind="failed", reason=reason))
+
+    def _record(self, message: OpenRoom | Batch) -> None:
+        if self._log is not None:
+            self._log.append(RECORDED.encode(message))
+
+    def _stats(self, ticket: int) -> PrefillStats:
+        pool, page = self._pool, self._limits.page_size
+        return PrefillStats(
+            ticket=ticket,
+            available_tokens=pool.available_pages * page,
+            cached_tokens=pool.cached_pages * page,
+            locked_tokens=pool.locked_pages * page,
+            free_pages_per_owner=pool.free_pages_per_owner().tolist(),
+            queued=self.scheduler.queued,
+            running=self.scheduler.running,
+            prompt_tokens_total=self.scheduler.prompt_tokens_total,
+            cached_tokens_total=self.scheduler.cached_tokens_total,
+            evicted_pages_total=pool.evicted_pages_total,
+            sent_pages_total=list(self._sent_pages),
+            sent_descriptors_total=list(self._sent_descriptors),
+            sent_bytes_total=list(self._sent_bytes),
+            scratch_bytes=list(self._scratch_bytes),
+            failed_rooms_total=self._failed_rooms,
+        )

@@ -1,0 +1,82 @@
+"""The pools of one epoch as one rank sees them: its own, and its peers' mapped beside it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from cp_shared_kv.errors import CpkvError, StartupError
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.reads.group import CPGroup
+
+
+@dataclass
+class RankPools:
+    """A rank's pool, and its peers' pools by rank where it can read them in place."""
+
+    layout: CpSharedKVLayout
+    pool: KVPool
+    peers: list[KVPool]
+    """All pools of the group by rank, this rank's own included; just its own when replicated."""
+
+    @classmethod
+    def make_shared(
+        cls, spec: KVPoolSpec, physical_pages: int, group: CPGroup, names: list[str]
+    ) -> RankPools:
+        """Make this rank's segment and map all others. Collective; `names` are by rank.
+
+        If any rank cannot make or map a segment, every rank raises and none is left behind.
+        """
+        layout = CpSharedKVLayout(
+            spec.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
+        )
+        nbytes = spec.pool_bytes(physical_pages)
+        mine: SharedMemoryBuffer | None = None
+        buffers: list[SharedMemoryBuffer] = []
+        failure: CpkvError | None = None
+        try:
+            mine = SharedMemoryBuffer.create(names[group.cp_rank], nbytes)
+        except CpkvError as error:
+            failure = error
+        try:
+            _agree(group, failure, "make its pool")
+            try:
+                for rank, name in enumerate(names):
+                    own = rank == group.cp_rank
+                    buffers.append(mine if own else SharedMemoryBuffer.attach(name, nbytes))  # type: ignore[arg-type]
+            except CpkvError as error:
+                failure = error
+            _agree(group, failure, "map its peers' pools")
+        finally:
+            # All have mapped it, or the start has failed: no name needs to stay.
+            if mine is not None:
+                mine.unlink()
+        peers = [KVPool(spec, physical_pages, buffer) for buffer in buffers]
+        return cls(layout, peers[group.cp_rank], peers)
+
+    @classmethod
+    def make_replicated(cls, spec: KVPoolSpec, physical_pages: int) -> RankPools:
+        """A pool that holds every page, as ranks have today; nobody else reads it."""
+        layout = CpSharedKVLayout(spec.page_size, 1, 0, physical_pages=physical_pages)
+        buffer: Buffer = PrivateBuffer(spec.pool_bytes(physical_pages))
+        pool = KVPool(spec, physical_pages, buffer)
+        return cls(layout, pool, [pool])
+
+    def close(self) -> None:
+        """Give all mappings up."""
+        for pool in self.peers:
+            pool.buffer.close()
+
+
+def _agree(group: CPGroup, failure: CpkvError | None, what: str) -> None:
+    """Every rank learns whether all succeeded; each raises its own reason, or names the ranks."""
+    flags = torch.empty((group.cp_size, 1), dtype=torch.uint8)
+    group.all_gather_bytes(torch.tensor([failure is not None], dtype=torch.uint8), flags)
+    if failure is not None:
+        raise failure
+    failed = flags.flatten().nonzero().flatten().tolist()
+    if failed:
+        raise StartupError(f"another rank could not {what}", value=f"ranks {failed}")

@@ -1,0 +1,86 @@
+"""What a child process is told at birth: one JSON file in the run's private directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.endpoints import Endpoints
+from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.transfer.messages import Hello
+from cp_shared_kv.transfer.regions import Region
+
+FILE_NAME = "run.json"
+
+
+class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
+    """The model's page formats, as the handshake compares them."""
+
+    latent_format: str
+    index_format: str
+    num_layers: int
+    index_layers: tuple[int, ...]
+    bytes_per_page: int
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """One run of a cluster: its name, its config, its sizes."""
+
+    run_id: str
+    run_dir: str
+    config: dict[str, Any]
+    limits: EngineLimits
+    page_layout: PageLayout
+    model_fingerprint: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def engine_config(self) -> EngineConfig:
+        """The config, its rules checked again."""
+        return EngineConfig.from_plain(self.config)
+
+    @property
+    def endpoints(self) -> Endpoints:
+        """The run's sockets."""
+        return Endpoints(Path(self.run_dir))
+
+    def region_name(self, role: str, epoch: int) -> str:
+        """Shared-memory name of one process's pool in one epoch."""
+        return f"cpkv-{self.run_id}-{role}-e{epoch}"
+
+    def hello(
+        self,
+        *,
+        role: Literal["prefill", "decode"],
+        epoch: int,
+        session_id: str,
+        physical_pages: int,
+        regions: tuple[Region, ...] = (),
+    ) -> Hello:
+        """This run's greeting from one side of a transfer to the other."""
+        return Hello(
+            epoch=epoch,
+            role=role,
+            session_id=session_id,
+            transport=self.config["disaggregation_transfer_backend"],
+            cp_size=self.limits.cp_size if role == "prefill" else 1,
+            page_size=self.limits.page_size,
+            model_fingerprint=self.model_fingerprint,
+            physical_pages=physical_pages,
+            regions=regions,
+            **msgspec.structs.asdict(self.page_layout),
+        )
+
+    def save(self) -> Path:
+        """Write the file that `load` reads."""
+        path = Path(self.run_dir) / FILE_NAME
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        return path
+
+    @classmethod
+    def load(cls, path: Path) -> RunSpec:
+        """Read what the supervisor wrote."""
+        return msgspec.json.decode(path.read_bytes(), type=cls)

@@ -1,0 +1,145 @@
+"""What a config means on this machine for this model, worked out before any process starts."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.errors import CapacityError, ConfigError
+from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.pool import KVPoolSpec
+from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
+
+SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux)
+MEMORY_SHARE = 0.5
+"""Part of the free memory that pools may take when --max-total-tokens is not given."""
+SCRATCH_LAYERS = 2
+"""A rank holds at most this many layers of one batch's prefix: the one in use, one ahead."""
+
+
+def layer_page_bytes(spec: KVPoolSpec) -> int:
+    """Bytes of one page of one layer, latent and index together."""
+    return spec.latent.page_bytes + (spec.index.page_bytes if spec.index_layers else 0)
+
+
+def resolve_limits(
+    config: EngineConfig, spec: KVPoolSpec, model_context_length: int, *, free_bytes: int
+) -> EngineLimits:
+    """Work out every size once, before any process starts.
+
+    `free_bytes` is what pools may be made from when `--max-total-tokens` is not given; the
+    scratch of the longest prefix is charged before the pools are sized.
+    """
+    context_length = config.context_length or model_context_length
+    if context_length > model_context_length:
+        raise ConfigError(
+            "--context-length exceeds what the model was made for",
+            value=context_length,
+            allowed=f"at most {model_context_length} (max_position_embeddings)",
+        )
+    sharers = config.cp_size if config.shares_kv else 1
+    page_size = config.page_size
+    if config.max_total_tokens is not None:
+        capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, sharers)
+    else:
+        budget = int(free_bytes * MEMORY_SHARE) // (config.cp_size + sharers)
+        capacity = _sized_by_budget(budget, spec, page_size, sharers, context_length)
+    decode_tokens = config.decode_max_total_tokens or capacity.logical_tokens
+    decode_capacity = KVCapacity.from_tokens(decode_tokens, page_size, 1)
+    longest_pages = -(-min(capacity.logical_tokens, context_length) // page_size)
+    scratch = 0
+    if config.resolved_kv_read != "local":
+        scratch = _scratch_bytes(config, spec, longest_pages)
+    limits = EngineLimits(
+        page_size=page_size,
+        cp_size=config.cp_size,
+        shared=config.shares_kv,
+        physical_tokens_per_rank=capacity.physical_tokens,
+        decode_tokens=decode_capacity.logical_tokens,
+        context_length=context_length,
+        scratch_limit_bytes=scratch,
+        pool_bytes_per_rank=spec.pool_bytes(capacity.physical_pages),
+        decode_pool_bytes=spec.pool_bytes(decode_capacity.physical_pages),
+    )
+    if limits.longest_prompt_tokens < 1:
+        raise ConfigError(
+            "no prompt would fit",
+            value=f"logical_tokens={limits.logical_tokens}, decode_tokens={limits.decode_tokens}, "
+            f"context_length={context_length}",
+            allowed="room for at least one prompt token and one output token",
+        )
+    return limits
+
+
+def _scratch_bytes(config: EngineConfig, spec: KVPoolSpec, longest_pages: int) -> int:
+    """Two layers of the longest prefix, and what one chunk needs beside it.
+
+    The chunk is staged in full, and gathered from shares that may be as uneven as one rank
+    computing all of it; a collective read packs a fixed number of pages a round.
+    """
+    ranks = config.cp_size + 1
+    chunk_pages = -(-config.chunked_prefill_size // config.page_size) + 1
+    pages = SCRATCH_LAYERS * longest_pages + (1 + ranks) * chunk_pages
+    rounds = PAGES_PER_ROUND * ranks * max(spec.latent.page_bytes, spec.index.page_bytes)
+    return pages * layer_page_bytes(spec) + rounds
+
+
+def _sized_by_budget(
+    budget_bytes: int, spec: KVPoolSpec, page_size: int, sharers: int, context_length: int
+) -> KVCapacity:
+    layer_bytes = layer_page_bytes(spec)
+    scratch = SCRATCH_LAYERS * layer_bytes * -(-context_length // page_size)
+    if scratch < budget_bytes:
+        capacity = KVCapacity.from_budget(
+            budget_bytes - scratch, spec.bytes_per_page, page_size, sharers
+        )
+        if capacity.logical_tokens >= context_length:
+            # More than a few contexts a rank would only lengthen the start of a small model.
+            enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, sharers)
+            return min(capacity, enough, key=lambda c: c.physical_pages)
+    # The pool is smaller than the context: then the longest prefix is the pool itself.
+    page_bytes = spec.bytes_per_page + SCRATCH_LAYERS * layer_bytes * sharers
+    return KVCapacity.from_budget(budget_bytes, page_bytes, page_size, sharers)
+
+
+def free_memory_bytes() -> int:
+    """Bytes that pools could take: the least of free RAM and free shared memory."""
+    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    with open("/proc/meminfo", encoding="ascii") as meminfo:
+        for line in meminfo:
+            if line.startswith("MemAvailable:"):
+                available = int(line.split()[1]) * 1024
+    return min(available, free_shared_memory_bytes())
+
+
+def free_shared_memory_bytes() -> int:
+    """Free bytes of /dev/shm."""
+    stat = os.statvfs(SHARED_MEMORY_DIR)
+    return stat.f_bavail * stat.f_frsize
+
+
+def check_shared_memory(limits: EngineLimits) -> None:
+    """Refuse pools that /dev/shm cannot hold, before any process starts.
+
+    A container's default of 64 MB is the usual reason, so it has its own message.
+    """
+    wanted = limits.decode_pool_bytes
+    if limits.shared:
+        wanted += limits.pool_bytes_per_rank * limits.cp_size
+    stat = os.statvfs(SHARED_MEMORY_DIR)
+    free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    if wanted <= free:
+        return
+    small_container = total <= 64 * 2**20
+    raise CapacityError(
+        "the shared memory is a container's default of 64 MB, too small for the KV pools"
+        if small_container
+        else "not enough free shared memory in /dev/shm for the KV pools",
+        value=f"{wanted} bytes wanted, {free} free",
+        change=f"start the container with --shm-size={-(-wanted // 2**20) + 64}m, "
+        "or lower --max-total-tokens"
+        if small_container
+        else "free some, enlarge /dev/shm, or lower --max-total-tokens",
+    )

@@ -1,0 +1,183 @@
+"""A rank's side of all its transfers: sessions, transport and the link to decode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from cp_shared_kv.engine.batch import BatchRequest
+from cp_shared_kv.engine.messages import RoomConcluded
+from cp_shared_kv.errors import ProtocolError, TransferError
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.transfer.actions import PrefillAction, ReleaseSources, SendMessage, SubmitWrite
+from cp_shared_kv.transfer.descriptors import PageAreas, expand, merge_pages
+from cp_shared_kv.transfer.messages import AbortRoom, Acknowledged, Hello, OpenRoom
+from cp_shared_kv.transfer.prefill_session import PrefillSession
+from cp_shared_kv.transfer.transport import KVTransport, PeerInfo
+
+NO_PAGES = PhysicalPages(np.zeros(0, dtype=np.int64))
+NO_POSITIONS = Positions(np.zeros(0, dtype=np.int64))
+Send = Callable[[msgspec.Struct], None]
+
+
+@dataclass
+class _Room:
+    session: PrefillSession
+    pages: int = 0
+    descriptors: int = 0
+    nbytes: int = 0
+
+
+class TransferSender:
+    """Sends the pages that this rank owns. `to_decode`, `to_controller` put messages on links.
+
+    `sends_nothing` is for the ranks of a replicated group that hold copies of what rank 0 sends:
+    they conclude every room with zero pages.
+    """
+
+    def __init__(
+        self,
+        layout: CpSharedKVLayout,
+        pool: KVPool,
+        transport: KVTransport,
+        *,
+        rank: int,
+        epoch: int,
+        sends_nothing: bool,
+        to_decode: Send,
+        to_controller: Send,
+    ) -> None:
+        self._layout = layout
+        self._pool = pool
+        self._transport = transport
+        self._region = transport.register(pool.buffer)
+        self._rank = rank
+        self._epoch = epoch
+        self._sends_nothing = sends_nothing
+        self._to_decode = to_decode
+        self._to_controller = to_controller
+        self._rooms: dict[int, _Room] = {}
+        self._decode: Hello | None = None
+        self._areas: PageAreas | None = None
+
+    def connect(self, decode: Hello) -> None:
+        """Map the pool of the decode worker that the controller has shaken hands with."""
+        self._transport.connect(PeerInfo(decode.session_id, decode.regions))
+        self._decode = decode
+        self._areas = PageAreas.between(
+            self._pool.spec, self._pool.physical_pages, decode.physical_pages
+        )
+
+    def open(self, message: OpenRoom) -> None:
+        """Take a reserved room; precedes its first chunk."""
+        decode = self._connected()
+        if message.room in self._rooms:
+            raise ProtocolError("room is already open at this rank", value=message.room)
+        self._rooms[message.room] = _Room(
+            PrefillSession(
+                room=message.room,
+                rank=self._rank,
+                epoch=self._epoch,
+                peer_epoch=message.decode_epoch,
+                reservation=message.reservation(decode.physical_pages),
+            )
+        )
+
+    def send_chunk(self, part: BatchRequest) -> None:
+        """Send this rank's pages among the positions that a batch has completed."""
+        room = self._rooms.get(part.room)
+        if room is None:
+            return  # aborted while the batch was on its way
+        sources, positions = NO_PAGES, NO_POSITIONS
+        if not self._sends_nothing:
+            sources, positions = self._layout.filter_owned_pages(
+                LogicalPages(part.pages()[part.send_start : part.send_stop]),
+                Positions(np.arange(part.send_start, part.send_stop, dtype=np.int64)),
+            )
+        self._carry_out(
+            part.room, room.session.chunk_ready(part.chunk, sources, positions, last=part.last)
+        )
+
+    def on_decode(self, message: Acknowledged | AbortRoom) -> None:
+        """Decode heard a conclusion, or stops a room."""
+        room = self._rooms.get(message.room)
+        if room is not None:
+            self._carry_out(message.room, room.session.receive(message))
+
+    def abort(self, message: AbortRoom) -> None:
+        """The controller stops a room."""
+        room = self._rooms.get(message.room)
+        if room is not None:
+            self._carry_out(message.room, room.session.abort(message.reason))
+
+    def resend(self) -> None:
+        """Say again what decode has not acknowledged."""
+        for name in list(self._rooms):
+            self._carry_out(name, self._rooms[name].session.resend_due())
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms whose conclusion decode has not acknowledged."""
+        return len(self._rooms)
+
+    def check_invariants(self) -> None:
+        """Raise `InvariantError` if a session's books do not balance."""
+        for room in self._rooms.values():
+            room.session.check_invariants()
+
+    def close(self) -> None:
+        """Forget all rooms and this epoch's pool. The link to decode's memory stays."""
+        self._rooms.clear()
+        self._transport.unregister(self._region)
+
+    def _carry_out(self, name: int, actions: list[PrefillAction]) -> None:
+        room = self._rooms[name]
+        for action in actions:
+            match action:
+                case SubmitWrite():
+                    self._write(name, room, action)
+                case SendMessage():
+                    self._to_decode(action.message)
+                case ReleaseSources():
+                    self._to_controller(
+                        RoomConcluded(
+                            rank=self._rank,
+                            room=name,
+                            pages=room.pages,
+                            descriptors=room.descriptors,
+                            bytes=room.nbytes,
+                            failure=room.session.failure,
+                        )
+                    )
+        if room.session.finished:
+            self._rooms.pop(name, None)
+
+    def _write(self, name: int, room: _Room, write: SubmitWrite) -> None:
+        decode = self._connected()
+        assert self._areas is not None
+        runs = expand(
+            merge_pages(write.source_physical_pages, write.destination_physical_pages),
+            self._areas,
+            local_region=self._region.name,
+            remote_region=decode.regions[0].name,
+        )
+        try:
+            nbytes = self._transport.write(decode.session_id, runs).result()
+        except TransferError as error:
+            actions = room.session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
+        else:
+            room.pages += len(write.source_physical_pages)
+            room.descriptors += runs.count
+            room.nbytes += nbytes
+            actions = room.session.write_done(write.chunk, runs.count, nbytes)
+        self._carry_out(name, actions)
+
+    def _connected(self) -> Hello:
+        if self._decode is None:
+            raise ProtocolError("no decode worker is connected to this rank")
+        return self._decode
