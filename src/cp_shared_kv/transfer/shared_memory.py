@@ -1,0 +1,211 @@
+"""One host: the peer's pool is mapped into this process, and a write is a copy."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Generator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from cp_shared_kv.errors import CpkvError, TransferError
+from cp_shared_kv.memory.buffers import Buffer, SharedMemoryBuffer
+from cp_shared_kv.transfer.regions import Region
+from cp_shared_kv.transfer.strided_copy import copy_runs
+from cp_shared_kv.transfer.transport import PeerInfo, Runs, first_outside
+
+Memory = npt.NDArray[np.uint8]
+
+
+@dataclass
+class _Peer:
+    """A peer and its regions in this process; none while it is unreachable."""
+
+    info: PeerInfo
+    memory: dict[str, Memory] = field(default_factory=dict[str, Memory])
+
+
+class SharedMemoryTransport:
+    """KVTransport between processes of one host and user.
+
+    The peer's regions are POSIX shared-memory segments, mapped by name on `connect`; their owner
+    may unlink the names after that. A write runs in the caller's thread with the GIL released,
+    so its future is done when it returns, and it either lands in full or touches nothing: every
+    TransferError of `write` is quiescent.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._changed = threading.Condition()
+        self._local: dict[str, Memory] = {}
+        self._peers: dict[str, _Peer] = {}
+        self._writes_from: Counter[str] = Counter()
+        self._writes_to: Counter[str] = Counter()
+        self._closed = False
+
+    @property
+    def session_id(self) -> str:
+        """What peers know this end as."""
+        return self._session_id
+
+    def register(self, buffer: Buffer) -> Region:
+        """Let writes read from `buffer`, private or shared. `conflict` if its name is taken."""
+        with self._changed:
+            self._check_open()
+            name = buffer.name or f"private-{id(buffer):x}"
+            if name in self._local:
+                raise self._error(f"region {name} is registered already", "conflict")
+            self._local[name] = buffer.tensor.numpy()
+            return Region(name, buffer.nbytes)
+
+    def unregister(self, region: Region) -> None:
+        """Forget a region. `in_use` while a write reads from it, `unknown_region` if it is none."""
+        with self._changed:
+            if region.name not in self._local:
+                raise self._error(f"region {region.name} is not registered", "unknown_region")
+            if self._writes_from[region.name]:
+                raise self._error(
+                    f"region {region.name} is being read by a write", "in_use", quiescent=False
+                )
+            del self._local[region.name]
+
+    def connect(self, peer: PeerInfo) -> None:
+        """Map a peer's regions. `unreachable` if one is not there: `revive` may try again.
+
+        `conflict` if the session is known with other regions.
+        """
+        with self._changed:
+            self._check_open()
+            known = self._peers.setdefault(peer.session_id, _Peer(peer))
+            if known.info != peer:
+                raise self._error(
+                    "peer is connected with other regions", "conflict", peer=peer.session_id
+                )
+            self._map(known)
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer, once the writes to it that are under way have ended."""
+        with self._changed:
+            self._peers.pop(peer, None)
+            self._changed.wait_for(lambda: not self._writes_to[peer])
+
+    def write(self, peer: str, runs: Runs) -> Future[int]:
+        """Copy `runs` now. Returns a future that is done: bytes landed, or TransferError."""
+        future: Future[int] = Future()
+        try:
+            with self._in_use(peer, runs) as (local, remote):
+                self._check_ranges("local", peer, runs.local_offset_bytes, runs.nbytes, local)
+                self._check_ranges("remote", peer, runs.remote_offset_bytes, runs.nbytes, remote)
+                copy_runs(
+                    local, remote, runs.local_offset_bytes, runs.remote_offset_bytes, runs.nbytes
+                )
+            future.set_result(runs.total_bytes)
+        except TransferError as error:
+            future.set_exception(error)
+        return future
+
+    def revive(self, peer: str) -> bool:
+        """Map the regions of a peer that could not be reached when it was connected."""
+        with self._changed:
+            known = self._peers.get(peer)
+            if known is None:
+                return False
+            try:
+                self._map(known)
+            except TransferError:
+                return False
+            return True
+
+    def close(self) -> None:
+        """Refuse new writes, wait for those under way, unmap everything."""
+        with self._changed:
+            self._closed = True
+            self._peers.clear()
+            self._changed.wait_for(lambda: not self._writes_from.total())
+            self._local.clear()
+
+    @contextmanager
+    def _in_use(self, peer: str, runs: Runs) -> Generator[tuple[Memory, Memory]]:
+        """The memory of both regions, kept from unregister, disconnect and close meanwhile."""
+        with self._changed:
+            self._check_open(peer)
+            known = self._peers.get(peer)
+            if known is None:
+                raise self._error(
+                    "write to a peer that is not connected", "unknown_peer", peer=peer
+                )
+            if not known.memory:
+                raise self._error("write to a peer that is unreachable", "unreachable", peer=peer)
+            local = self._local.get(runs.local_region)
+            remote = known.memory.get(runs.remote_region)
+            if local is None or remote is None:
+                missing = runs.local_region if local is None else runs.remote_region
+                raise self._error(
+                    f"{'local' if local is None else 'remote'} region {missing} does not exist",
+                    "unknown_region",
+                    peer=peer,
+                )
+            self._writes_from[runs.local_region] += 1
+            self._writes_to[peer] += 1
+        try:
+            yield local, remote
+        finally:
+            with self._changed:
+                self._writes_from[runs.local_region] -= 1
+                self._writes_to[peer] -= 1
+                self._changed.notify_all()
+
+    def _map(self, peer: _Peer) -> None:
+        if peer.memory:
+            return
+        mapped: dict[str, Memory] = {}
+        for region in peer.info.regions:
+            try:
+                mapped[region.name] = SharedMemoryBuffer.attach(
+                    region.name, region.nbytes
+                ).tensor.numpy()
+            except CpkvError as error:
+                raise self._error(
+                    f"cannot map the peer's memory: {error}",
+                    "unreachable",
+                    peer=peer.info.session_id,
+                ) from error
+        peer.memory = mapped
+
+    def _check_ranges(
+        self,
+        side: str,
+        peer: str,
+        offset_bytes: npt.NDArray[np.int64],
+        nbytes: npt.NDArray[np.int64],
+        memory: Memory,
+    ) -> None:
+        bad = first_outside(offset_bytes, nbytes, memory.nbytes)
+        if bad is not None:
+            raise self._error(
+                f"{side} range {bad} is outside its region of {memory.nbytes} bytes",
+                f"{side}_range",
+                peer=peer,
+                value=f"{nbytes[bad]} bytes at {offset_bytes[bad]}",
+            )
+
+    def _check_open(self, peer: str | None = None) -> None:
+        if self._closed:
+            raise self._error("transport is closed", "closed", peer=peer)
+
+    def _error(
+        self,
+        what: str,
+        kind: str,
+        *,
+        peer: str | None = None,
+        quiescent: bool = True,
+        value: object = None,
+    ) -> TransferError:
+        return TransferError(
+            what, kind=kind, peer=peer or self._session_id, quiescent=quiescent, value=value
+        )
