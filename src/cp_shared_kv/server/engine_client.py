@@ -1,0 +1,44 @@
+"""The engine as the server sees it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from typing import Protocol
+
+from cp_shared_kv.engine.api import EngineDescription, EngineStats, GenerateRequest, TokenChunk
+
+
+class EngineClient(Protocol):
+    """One running engine. All methods are for the event loop that the server runs in.
+
+    Every method may raise `EngineRefusal`; with kind `unavailable` the engine as a whole does not
+    answer.
+    """
+
+    async def describe(self) -> EngineDescription:
+        """What does not change during the engine's life."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
+        """Output tokens as they come; the chunk with a finish reason is the last.
+
+        Raises `EngineRefusal` at the first step for a request that is not taken, later for one
+        that fails on its way. Closing the generator does not end the request: `abort` does.
+        """
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Nobody waits for this request any more: stop it and free its pages.
+
+        Comes after the request's generator was closed or cancelled, so the engine must know the
+        request until it is over. One that is unknown or over is no error.
+        """
+        ...
+
+    async def stats(self) -> EngineStats:
+        """Figures of this moment."""
+        ...
+
+    def healthy(self) -> tuple[bool, str]:
+        """Whether requests can be served now, and if not why. Must answer at once."""
+        ...

@@ -1,0 +1,66 @@
+"""A request's body up to a limit, and the answer to one that is over it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from cp_shared_kv.server.api_error import ApiError
+from cp_shared_kv.server.disconnect import ClientGoneError
+
+_LINGER_SECONDS = 5.0
+
+
+async def read_body(request: Request, limit_bytes: int) -> bytes:
+    """The whole body. Raises `ApiError` 413 without reading it where its length is declared, else
+    as soon as it passes the limit; `ClientGoneError` when the client does not send all of it."""
+    too_large = ApiError(
+        413,
+        f"the body is larger than {limit_bytes} bytes, which is enough for any prompt that this "
+        "server can take",
+        code="body_too_large",
+    )
+    if int(request.headers.get("content-length", "0")) > limit_bytes:
+        raise too_large
+    body = bytearray()
+    try:
+        async for part in request.stream():
+            body += part
+            if len(body) > limit_bytes:
+                raise too_large
+    except ClientDisconnect:
+        raise ClientGoneError from None
+    return bytes(body)
+
+
+class LingeringResponse(Response):
+    """An answer to a client that is still sending.
+
+    It goes out at once, then what comes in is thrown away for a while: closing a connection with
+    unread bytes resets it, and the client would see that instead of the answer.
+    """
+
+    async def __call__(
+        self,
+        scope: Scope,  # noqa: ARG002  (ASGI's signature)
+        receive: Receive,
+        send: Send,
+    ) -> None:
+        """Send the answer and drop the rest of the request."""
+        headers = [*self.raw_headers, (b"connection", b"close")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(_drop(receive), _LINGER_SECONDS)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _drop(receive: Receive) -> None:
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return

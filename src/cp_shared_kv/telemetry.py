@@ -1,0 +1,191 @@
+"""The metric catalogue: every name that /metrics serves, with its kind, unit, labels and meaning.
+
+Names under `sglang:` are those of SGLang, so that its dashboards and scripts work. Where SGLang
+means the tokens of one rank, these count logical tokens, those of the whole group. Names under
+`cpkv:` have no counterpart there. Every series carries `model_name` besides the labels below.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+MetricKind = Literal["gauge", "counter", "histogram"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One family of series. `buckets` are a histogram's upper bounds, ascending, without +Inf."""
+
+    name: str
+    kind: MetricKind
+    unit: str
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(name, "gauge", unit, text, labels)
+
+
+def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
+    return Metric(name, "counter", unit, text, labels)
+
+
+def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
+    return Metric(name, "histogram", unit, text, (), buckets)
+
+
+# Capacity and use of the prefill pool, in logical tokens ---------------------------------------
+
+MAX_TOTAL_NUM_TOKENS = _gauge(
+    "sglang:max_total_num_tokens", "tokens", "Logical KV tokens that the prefill group holds."
+)
+NUM_PAGES = _gauge("sglang:num_pages", "pages", "Logical KV pages that the prefill group holds.")
+PAGE_SIZE = _gauge("sglang:page_size", "tokens", "Tokens of a KV page.")
+NUM_USED_TOKENS = _gauge(
+    "sglang:num_used_tokens",
+    "tokens",
+    "Logical KV tokens in use by requests and transfers; cached prefixes that could be evicted "
+    "are not counted.",
+)
+KV_USED_TOKENS = _gauge(
+    "sglang:kv_used_tokens", "tokens", "The same figure as sglang:num_used_tokens."
+)
+KV_AVAILABLE_TOKENS = _gauge(
+    "sglang:kv_available_tokens", "tokens", "Logical KV tokens of free pages."
+)
+KV_EVICTABLE_TOKENS = _gauge(
+    "sglang:kv_evictable_tokens", "tokens", "Logical KV tokens of cached prefixes nobody uses."
+)
+TOKEN_USAGE = _gauge(
+    "sglang:token_usage", "ratio", "sglang:num_used_tokens / sglang:max_total_num_tokens, 0 to 1."
+)
+FULL_TOKEN_USAGE = _gauge(
+    "sglang:full_token_usage", "ratio", "The same figure as sglang:token_usage."
+)
+CACHE_HIT_RATE = _gauge(
+    "sglang:cache_hit_rate",
+    "ratio",
+    "Part of all prompt tokens since the start that were found in the prefix cache, 0 to 1.",
+)
+KV_CACHE_MEMORY_USAGE_GB = _gauge(
+    "sglang:kv_cache_memory_usage_gb",
+    "GiB",
+    "Memory of one rank's physical KV pool.",
+    "cp_rank",
+)
+PHYSICAL_TOKENS_PER_RANK = _gauge(
+    "cpkv:physical_tokens_per_rank", "tokens", "Physical KV tokens that one rank holds."
+)
+CP_SIZE = _gauge("cpkv:cp_size", "ranks", "Ranks of the prefill context-parallel group.")
+LONGEST_PROMPT_TOKENS = _gauge(
+    "cpkv:longest_prompt_tokens", "tokens", "Longest prompt that can be served."
+)
+OWNER_FREE_PAGES = _gauge(
+    "cpkv:owner_free_pages", "pages", "Free logical pages that this rank owns.", "cp_rank"
+)
+SCRATCH_BYTES = _gauge(
+    "cpkv:scratch_bytes", "bytes", "Scratch for prefix reads that this rank holds.", "cp_rank"
+)
+SCRATCH_LIMIT_BYTES = _gauge(
+    "cpkv:scratch_limit_bytes", "bytes", "Most scratch for prefix reads that one rank may hold."
+)
+DECODE_TOKENS = _gauge("cpkv:decode_tokens", "tokens", "KV tokens that the decode worker holds.")
+DECODE_USED_TOKENS = _gauge(
+    "cpkv:decode_used_tokens", "tokens", "KV tokens that the decode worker has set aside."
+)
+
+# Requests --------------------------------------------------------------------------------------
+
+ENGINE_UP = _gauge(
+    "cpkv:engine_up", "bool", "1 while the engine can serve; else 0, and its figures are left out."
+)
+NUM_RUNNING_REQS = _gauge(
+    "sglang:num_running_reqs", "requests", "Requests in prefill, in transfer or in decode."
+)
+NUM_QUEUE_REQS = _gauge(
+    "sglang:num_queue_reqs", "requests", "Requests not yet admitted to prefill."
+)
+NUM_DECODE_PREALLOC_QUEUE_REQS = _gauge(
+    "sglang:num_decode_prealloc_queue_reqs",
+    "requests",
+    "Requests for which the decode worker has no pages yet.",
+)
+PREFILL_REQS = _gauge("cpkv:prefill_reqs", "requests", "Requests in prefill or in transfer.")
+DECODE_REQS = _gauge("cpkv:decode_reqs", "requests", "Requests in decode.")
+PROMPT_TOKENS_TOTAL = _counter(
+    "sglang:prompt_tokens_total", "tokens", "Prompt tokens of admitted requests."
+)
+CACHED_TOKENS_TOTAL = _counter(
+    "sglang:cached_tokens_total",
+    "tokens",
+    "Prompt tokens found in the prefix cache.",
+    "cache_source",
+)
+GENERATION_TOKENS_TOTAL = _counter(
+    "sglang:generation_tokens_total", "tokens", "Output tokens generated."
+)
+EVICTED_TOKENS_TOTAL = _counter(
+    "sglang:evicted_tokens_total", "tokens", "Logical KV tokens evicted from the prefix cache."
+)
+NUM_REQUESTS_TOTAL = _counter(
+    "sglang:num_requests_total", "requests", "Requests that reached the engine and are over."
+)
+NUM_ABORTED_REQUESTS_TOTAL = _counter(
+    "sglang:num_aborted_requests_total", "requests", "Requests whose client went away."
+)
+REQUESTS_TOTAL = _counter(
+    "cpkv:requests_total", "requests", "Requests over, by how they ended.", "outcome"
+)
+
+# Transfer from prefill to decode ---------------------------------------------------------------
+
+NUM_TRANSFER_FAILED_REQS_TOTAL = _counter(
+    "sglang:num_transfer_failed_reqs_total", "requests", "Requests whose KV transfer failed."
+)
+SENT_PAGES_TOTAL = _counter(
+    "cpkv:sent_pages_total", "pages", "KV pages this rank sent to decode.", "cp_rank"
+)
+SENT_DESCRIPTORS_TOTAL = _counter(
+    "cpkv:sent_descriptors_total",
+    "descriptors",
+    "Contiguous byte ranges that those pages were sent in.",
+    "cp_rank",
+)
+SENT_BYTES_TOTAL = _counter(
+    "cpkv:sent_bytes_total", "bytes", "KV bytes this rank sent to decode.", "cp_rank"
+)
+
+# What clients see ------------------------------------------------------------------------------
+
+_SECONDS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 80, 100, 200, 400)
+TIME_TO_FIRST_TOKEN_SECONDS = _histogram(
+    "sglang:time_to_first_token_seconds",
+    "seconds",
+    "From the request's arrival to its first output token.",
+    _SECONDS,
+)
+INTER_TOKEN_LATENCY_SECONDS = _histogram(
+    "sglang:inter_token_latency_seconds",
+    "seconds",
+    "Between two output tokens of one request.",
+    (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
+)
+E2E_REQUEST_LATENCY_SECONDS = _histogram(
+    "sglang:e2e_request_latency_seconds",
+    "seconds",
+    "From the request's arrival to its last output token.",
+    _SECONDS,
+)
+HTTP_RESPONSES_TOTAL = _counter(
+    "cpkv:http_responses_total",
+    "responses",
+    "HTTP responses by path and status; 499 is a client that went away.",
+    "path",
+    "status",
+)
+
+CATALOGUE: tuple[Metric, ...] = tuple(v for v in globals().values() if isinstance(v, Metric))
+"""Every metric, in the order of this page."""

@@ -1,0 +1,274 @@
+"""A fake engine, a byte-level tokenizer, and a real server over them on a loopback port."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from cp_shared_kv.engine.api import (
+    EngineDescription,
+    EngineRefusal,
+    EngineStats,
+    GenerateRequest,
+    TokenChunk,
+)
+from cp_shared_kv.server.app import create_app
+from cp_shared_kv.server.serve import open_listener, serve
+from cp_shared_kv.server.tokenizer import Tokenizer
+
+BOS, EOS = 256, 257
+VOCAB_SIZE = 260
+
+DESCRIPTION = EngineDescription(
+    model_name="fake-model",
+    version="0.0.test",
+    context_length=1024,
+    vocab_size=VOCAB_SIZE,
+    eos_token_ids=(EOS,),
+    page_size=64,
+    cp_size=4,
+    shard_policy="page_interleaved",
+    kv_read="pull",
+    physical_tokens_per_rank=128,
+    logical_tokens=512,
+    decode_tokens=768,
+    pool_bytes_per_rank=3 * 2**20,
+    scratch_limit_bytes=65536,
+    config={"model_path": "/models/fake", "port": 30000},
+)
+
+STATS = EngineStats(
+    available_tokens=192,
+    cached_tokens=128,
+    locked_tokens=192,
+    free_pages_per_owner=(1, 1, 1, 0),
+    queued_requests=3,
+    prefill_requests=2,
+    decode_queued_requests=1,
+    decode_requests=5,
+    decode_used_tokens=320,
+    prompt_tokens_total=1000,
+    cached_tokens_total=250,
+    generated_tokens_total=77,
+    evicted_tokens_total=64,
+    requests_total={"finished": 9, "aborted": 2, "failed": 1, "refused": 4},
+    failed_transfers_total=1,
+    sent_pages_total=(4, 3, 3, 2),
+    sent_descriptors_total=(8, 6, 6, 4),
+    sent_bytes_total=(4000, 3000, 3000, 2000),
+    scratch_bytes=(10, 20, 30, 40),
+)
+
+
+class FakeEngine:
+    """Gives `output` token by token. What a test changes on it is reset before the next."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.output = list(b"the answer")
+        self.tokens_per_chunk = 1
+        self.cached_tokens = 0
+        self.refusal: EngineRefusal | None = None
+        self.refuse_after_tokens = 0
+        self.stall_after_tokens: int | None = None
+        self.end_without_reason = False
+        self.abort_after_tokens: int | None = None
+        self.crash: Exception | None = None
+        self.health = (True, "ok")
+        self.current_stats: EngineStats | None = STATS
+        self.requests: list[GenerateRequest] = []
+        self.started = threading.Event()
+        self.aborted: list[str] = []
+        self.abort_called = threading.Event()
+
+    async def describe(self) -> EngineDescription:
+        return DESCRIPTION
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
+        self.requests.append(request)
+        self.started.set()
+        if self.crash is not None:
+            raise self.crash
+        sent = 0
+        for token_ids, reason in self._script(request):
+            if self.stall_after_tokens is not None and sent >= self.stall_after_tokens:
+                await asyncio.Event().wait()
+            if self.refusal is not None and sent >= self.refuse_after_tokens:
+                raise self.refusal
+            if self.abort_after_tokens is not None and sent >= self.abort_after_tokens:
+                yield TokenChunk([], "abort", self.cached_tokens)
+                return
+            if reason is not None and self.end_without_reason:
+                return
+            yield TokenChunk(token_ids, reason, self.cached_tokens)
+            sent += len(token_ids)
+            await asyncio.sleep(0)
+
+    def _script(self, request: GenerateRequest):
+        output = self.output[: request.max_tokens]
+        stopped = EOS in output and not request.ignore_eos
+        if stopped:
+            output = output[: output.index(EOS) + 1]
+        size = self.tokens_per_chunk
+        pieces = [output[i : i + size] for i in range(0, len(output), size)]
+        for piece in pieces[:-1]:
+            yield piece, None
+        yield pieces[-1], "stop" if stopped else "length"
+
+    async def abort(self, request_id: str) -> None:
+        self.aborted.append(request_id)
+        self.abort_called.set()
+
+    async def stats(self) -> EngineStats:
+        if self.current_stats is None:
+            raise EngineRefusal("the engine does not answer", kind="unavailable")
+        return self.current_stats
+
+    def healthy(self) -> tuple[bool, str]:
+        return self.health
+
+
+@dataclass
+class LiveServer:
+    """A server in a thread of its own. `stop` returns once it is down."""
+
+    url: str
+    port: int
+    stop: Callable[[], None]
+
+
+def start_server(
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    description: EngineDescription = DESCRIPTION,
+    drain_seconds: int = 5,
+) -> LiveServer:
+    listener = open_listener("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    ready = threading.Event()
+    stops: list[Callable[[], None]] = []
+
+    async def main() -> None:
+        stop, loop = asyncio.Event(), asyncio.get_running_loop()
+        stops.append(lambda: loop.call_soon_threadsafe(stop.set))
+        app = create_app(engine, tokenizer, description)
+        await serve(app, listener, lambda _url: ready.set(), stop=stop, drain_seconds=drain_seconds)
+
+    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
+    thread.start()
+    assert ready.wait(10)
+
+    def stop() -> None:
+        if thread.is_alive():
+            stops[0]()
+            thread.join(20)
+        assert not thread.is_alive()
+
+    return LiveServer(f"http://127.0.0.1:{port}", port, stop)
+
+
+def byte_level_tokenizer() -> tokenizers.Tokenizer:
+    """Token i is byte i; then <s>, </s>."""
+    shown = {byte: char for char, byte in _bytes_by_character().items()}
+    backend = tokenizers.Tokenizer(
+        models.BPE(vocab={shown[byte]: byte for byte in range(256)}, merges=[])
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    return backend
+
+
+def _bytes_by_character() -> dict[str, int]:
+    """The byte that each character of the byte-level alphabet stands for, found by asking."""
+    backend = tokenizers.Tokenizer(models.WordLevel(vocab={"?": 0}, unk_token="?"))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    known: dict[str, int] = {}
+    for code in range(0x250):
+        utf8 = chr(code).encode()
+        ((shown, _),) = backend.pre_tokenizer.pre_tokenize_str(chr(code))
+        known |= dict(zip(shown, utf8, strict=True))
+    # Bytes that UTF-8 never uses stand for themselves, as printable Latin-1 characters do.
+    return known | {chr(byte): byte for byte in range(256) if byte not in known.values()}
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with tokenizer.json, as a checkpoint has it."""
+    directory = tmp_path_factory.mktemp("model")
+    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_directory: Path) -> Tokenizer:
+    return Tokenizer.from_directory(model_directory)
+
+
+@pytest.fixture(scope="session")
+def shared_server(tokenizer: Tokenizer) -> Iterator[tuple[LiveServer, FakeEngine]]:
+    engine = FakeEngine()
+    server = start_server(engine, tokenizer)
+    yield server, engine
+    server.stop()
+
+
+@pytest.fixture
+def engine(shared_server: tuple[LiveServer, FakeEngine]) -> FakeEngine:
+    shared_server[1].reset()
+    return shared_server[1]
+
+
+@pytest.fixture
+def server(shared_server: tuple[LiveServer, FakeEngine], engine: FakeEngine) -> LiveServer:
+    return shared_server[0]
+
+
+@pytest.fixture(scope="session")
+def shared_http(shared_server: tuple[LiveServer, FakeEngine]) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=shared_server[0].url, timeout=20, verify=False) as client:
+        yield client
+
+
+@pytest.fixture
+def http(shared_http: httpx.Client, engine: FakeEngine) -> httpx.Client:
+    return shared_http
+
+
+@pytest.fixture(scope="session")
+def shared_client(shared_server: tuple[LiveServer, FakeEngine]) -> Iterator[openai.OpenAI]:
+    url = f"{shared_server[0].url}/v1"
+    with openai.OpenAI(base_url=url, api_key="unused", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture
+def client(shared_client: openai.OpenAI, engine: FakeEngine) -> openai.OpenAI:
+    return shared_client
+
+
+@pytest.fixture
+def own_server(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[LiveServer, FakeEngine]]]:
+    """For tests that stop the server or change the engine's sizes."""
+    servers: list[LiveServer] = []
+
+    def make(*, drain_seconds: int = 5, **sizes: int) -> tuple[LiveServer, FakeEngine]:
+        engine = FakeEngine()
+        description = replace(DESCRIPTION, **sizes)
+        servers.append(start_server(engine, tokenizer, description, drain_seconds))
+        return servers[-1], engine
+
+    yield make
+    for server in servers:
+        server.stop()
