@@ -20,6 +20,7 @@ from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError, St
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 (files are made exclusively, mode 0600)
 CONTAINER_DEFAULT_BYTES = 64 << 20
+NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,199}")
 
 
@@ -101,9 +102,9 @@ class SharedMemoryBuffer:
             # A segment that is only sized dies of SIGBUS later, at the first page without room.
             os.posix_fallocate(fd, 0, nbytes)
             return cls(name, mmap.mmap(fd, nbytes))
-        except OSError as error:
+        except BaseException as error:  # an interrupt too must leave nothing behind
             os.unlink(path)
-            if error.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+            if isinstance(error, OSError) and error.errno in NO_ROOM:
                 raise _no_room(nbytes) from error
             raise
         finally:

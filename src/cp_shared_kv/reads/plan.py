@@ -63,7 +63,7 @@ class ReadPlan:
         its owner may be writing meanwhile, are never addressed.
         """
         page_size = layout.page_size
-        _check(requests, page_size)
+        _check(requests, layout)
         new_locs = LogicalLocs(
             _joined(
                 [
@@ -110,7 +110,9 @@ class ReadPlan:
         return slice(self.owner_starts[rank], self.owner_starts[rank + 1])
 
 
-def _check(requests: Sequence[BatchSpan], page_size: int) -> None:
+def _check(requests: Sequence[BatchSpan], layout: CpSharedKVLayout) -> None:
+    page_size = layout.page_size
+    last_page = None if layout.physical_pages is None else layout.logical_pages
     read_only: list[npt.NDArray[np.int64]] = []
     written: list[npt.NDArray[np.int64]] = []
     for number, request in enumerate(requests):
@@ -127,15 +129,17 @@ def _check(requests: Sequence[BatchSpan], page_size: int) -> None:
                 value=len(pages),
                 allowed=f"{pages_needed} or more for {request.total_len} tokens",
             )
-        if (pages[:pages_needed] < 1).any():
+        pages = pages[:pages_needed]
+        outside = pages < 1 if last_page is None else (pages < 1) | (pages > last_page)
+        if outside.any():
             raise LayoutError(
                 f"page of request {number} in the batch",
-                value=int(pages[:pages_needed].min()),
-                allowed="1 or more",
+                value=int(pages[outside][0]),
+                allowed="1 or more" if last_page is None else f"1..{last_page}",
             )
         first_written = request.prefix_len // page_size if request.new_len else pages_needed
         read_only.append(pages[:first_written])
-        written.append(pages[first_written:pages_needed])
+        written.append(pages[first_written:])
     # Only its writer may read a page that is written: others would find it half written, and on
     # some ranks more of it than on others.
     used = np.append(_joined(written), np.unique(_joined(read_only)))

@@ -31,11 +31,11 @@ class Difference:
 
 def first_difference(left: Array, right: Array) -> Difference | None:
     """None when both hold the same bytes; ValueError when dtype or shape already differ."""
-    if (left.dtype, tuple(left.shape)) != (right.dtype, tuple(right.shape)):
+    shape, dtype = tuple(left.shape), _dtype_name(left)
+    if (shape, dtype) != (tuple(right.shape), _dtype_name(right)):
         raise ValueError(
-            f"cannot compare {left.dtype}{list(left.shape)} with {right.dtype}{list(right.shape)}"
+            f"cannot compare {dtype}{list(shape)} with {_dtype_name(right)}{list(right.shape)}"
         )
-    shape = tuple(left.shape)
     left_bytes, right_bytes = _element_bytes(left), _element_bytes(right)
     differing = np.flatnonzero((left_bytes != right_bytes).any(axis=1))
     if differing.size == 0:
@@ -54,6 +54,10 @@ def assert_bitwise_equal(left: Array, right: Array, what: str) -> None:
     difference = first_difference(left, right)
     if difference is not None:
         raise AssertionError(f"{what}: {difference}")
+
+
+def _dtype_name(array: Array) -> str:
+    return str(array.dtype).removeprefix("torch.")
 
 
 def _element_bytes(array: Array) -> npt.NDArray[np.uint8]:
