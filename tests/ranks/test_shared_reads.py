@@ -17,7 +17,7 @@ from cp_shared_kv.testing.rank_pool import RankPool
 pytestmark = pytest.mark.ranks
 
 RANKS_FILE = Path(__file__).with_name("kv_ranks.py")
-PHYSICAL_PAGES = 16
+PHYSICAL_PAGES = 24
 SPLITS = ["in-seq-split", "round-robin-split"]
 # Page size, stripe pages, bytes of an index key in each section of a page.
 SHAPES = [(4, 1, [12]), (3, 2, [8, 4]), (1, 1, [12]), (64, 4, [9, 2, 1])]
@@ -46,6 +46,11 @@ class Story:
         assert pages * self.page_size <= self.requests[parent][1]
         self.requests[request] = (self.requests[parent][0][:pages], pages * self.page_size)
 
+    def evict(self, request: str) -> None:
+        """Its pages are the next to be drawn."""
+        pages, _ = self.requests.pop(request)
+        self.free = np.append(np.array(pages, np.int64), self.free)
+
 
 def shuffled(logical_pages: int, seed: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).permutation(logical_pages) + 1
@@ -65,6 +70,9 @@ def long_story(page_size: int, free: npt.NDArray[np.int64]) -> list[list[dict[st
     batches.append([span("b", 1)])  # fewer tokens than ranks
     batches.append([span("c", 0), span("d", 2)])  # a request that computes nothing
     batches.append([span("d", 0)])  # a batch that computes nothing
+    story.evict("b")
+    batches.append([span("e", page_size + 1), span("d", 1)])  # over what another has left
+    batches.append([span("e", 2), span("c", 2 * page_size)])
     return batches
 
 
