@@ -18,7 +18,7 @@ from benchmarks.micro.interleave import interleaved
 from cp_shared_kv import CpSharedKVLayout, KVCapacity
 
 LOCS = 1_000_000
-ROUNDS = 15
+ROUNDS = 31
 SEED = 0
 # name: (cp_size, stripe_pages, page_size, goal). Shifts serve powers of two, all else divides.
 CASES = {
