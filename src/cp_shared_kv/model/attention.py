@@ -57,8 +57,8 @@ class SparseAttention:
         """The queries against latents [t, H, r] (kv_b_proj's key half absorbed) and k_pe."""
         config, weights = self._config, self._weights
         q = functional.linear(q_residual, weights.q_b_proj)
-        q = q.view(len(q_residual), config.num_attention_heads, -1)
-        nope, rope = q.split([config.qk_nope_head_dim, config.qk_rope_head_dim], dim=-1)
+        widths = [config.qk_nope_head_dim, config.qk_rope_head_dim]
+        nope, rope = q.view(len(q), config.num_attention_heads, sum(widths)).split(widths, dim=-1)
         q_latent = torch.bmm(nope.transpose(0, 1), weights.key_up).transpose(0, 1)
         return q_latent, rotation.apply(rope, "interleaved")
 
@@ -78,12 +78,12 @@ class SparseAttention:
             valid = selected[rows] >= 0
             # Padding reads the row's first slot again: one that is written, then left out.
             slots = torch.where(valid, selected[rows], selected[rows, :1])
-            latent, k_pe = kv.latent(layer, slots.flatten())
+            latent, k_pe = kv.latent(layer, slots)
             attended[rows] = self._ops.sparse_attention(
                 q_latent[rows],
                 q_pe[rows],
-                latent.view(*slots.shape, -1),
-                k_pe.view(*slots.shape, -1),
+                latent,
+                k_pe,
                 valid,
                 config.softmax_scale,
             )

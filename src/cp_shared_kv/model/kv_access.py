@@ -49,9 +49,9 @@ class KVAccess(Protocol):
         ...
 
     def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stored (latent [n, r], k_pe [n, dr]) at i64[n] slots."""
+        """The stored (latent [*, r], k_pe [*, dr]) at slots i64[*], of any shape."""
         ...
 
     def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """The stored index keys [n, dI] at i64[n] slots."""
+        """The stored index keys [*, dI] at slots i64[*]."""
         ...

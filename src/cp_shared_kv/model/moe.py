@@ -61,7 +61,8 @@ class MixtureOfExperts:
         """
         config, weights = self._config, self._weights
         scores = functional.linear(x.float(), weights.router).sigmoid()
-        by_group = (scores + weights.correction_bias).view(len(x), config.n_group, -1)
+        group_size = config.n_routed_experts // config.n_group
+        by_group = (scores + weights.correction_bias).view(len(x), config.n_group, group_size)
         group_scores = by_group.topk(2, dim=-1).values.sum(-1)
         groups = group_scores.topk(config.topk_group, dim=-1).indices
         left_out = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, groups, False)

@@ -58,10 +58,15 @@ class Transformer:
         self._layers = tuple(DecoderLayer(config, layer, ops) for layer in weights.layers)
 
     @classmethod
-    def load(cls, directory: Path | str, dtype: torch.dtype = torch.float32) -> Transformer:
+    def load(
+        cls,
+        directory: Path | str,
+        dtype: torch.dtype = torch.float32,
+        ops: AttentionOps = REFERENCE_OPS,
+    ) -> Transformer:
         """Load a Hugging Face safetensors directory. Raises CheckpointError and ConfigError."""
         config = ModelConfig.from_directory(directory)
-        return cls(config, load_weights(Path(directory), config, dtype))
+        return cls(config, load_weights(Path(directory), config, dtype), ops)
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import math
@@ -120,7 +121,9 @@ def make_tiny_checkpoint(directory: Path, shape: ModelShape, seed: int) -> None:
             },
         )
         _write_json(making / _CHECKSUMS, _checksums(making))
-        _move_into_place(making, directory, Path(made) / "replaced")
+        if directory.exists():
+            directory.rename(Path(made) / "replaced")
+        making.rename(directory)
 
 
 def demo_checkpoint_directory() -> Path:
@@ -129,11 +132,14 @@ def demo_checkpoint_directory() -> Path:
     The folder is $XDG_CACHE_HOME/cp-shared-kv, or ~/.cache/cp-shared-kv. Processes may call this
     at the same time.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = f"demo-deepseek-v32-v{_DEMO_VERSION}-seed{_DEMO_SEED}"
-    directory = cache / "cp-shared-kv" / name
-    if not _is_whole(directory):
-        make_tiny_checkpoint(directory, ModelShape(), _DEMO_SEED)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cp-shared-kv"
+    directory = cache / f"demo-deepseek-v32-v{_DEMO_VERSION}-seed{_DEMO_SEED}"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / f"{directory.name}.lock").open("w") as lock:
+        # Until the file is closed no other process replaces what this one has found whole.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not _is_whole(directory):
+            make_tiny_checkpoint(directory, ModelShape(), _DEMO_SEED)
     return directory
 
 
@@ -154,17 +160,6 @@ def _draw(config: ModelConfig, seed: int, branch_scale: float) -> dict[str, torc
             drawn *= branch_scale
         tensors[name] = drawn
     return tensors
-
-
-def _move_into_place(made: Path, directory: Path, replaced: Path) -> None:
-    if directory.exists():
-        directory.rename(replaced)
-    try:
-        made.rename(directory)
-    except OSError:
-        # Another process was quicker; its copy serves as well, if it is whole.
-        if not _is_whole(directory):
-            raise
 
 
 def _is_whole(directory: Path) -> bool:

@@ -10,7 +10,9 @@ import torch
 
 @dataclass(frozen=True)
 class AttentionOps:
-    """One implementation of DeepSeek sparse attention. No function changes its arguments.
+    """One implementation of DeepSeek sparse attention; n and m are at least 1.
+
+    No function changes its arguments. HI, H: heads of the indexer and of MLA; dI, r, dr: widths.
 
     index_scores(q[n, HI, dI], head_weights fp32 [n, HI], keys[m, dI]) -> fp32 [n, m]
         I[t, s] = sum_h head_weights[t, h] * relu(q[t, h] . keys[s]), not masked.

@@ -1,0 +1,168 @@
+"""A model over the real pool and reads of one rank, driven by a schedule instead of an engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
+
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.pages import LogicalPages
+from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.memory.buffers import PrivateBuffer
+from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.transformer import Transformer
+from cp_shared_kv.reads.forward_kv import ForwardKV
+from cp_shared_kv.reads.full_view import FullViewReader
+from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.reads.plan import BatchSpan
+from cp_shared_kv.reads.prefix_reader import LocalReader
+from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.testing.rank_process import RankContext
+from cp_shared_kv.testing.recording_ops import RecordedSelections
+from cp_shared_kv.testing.schedule import Schedule
+
+_SCRATCH_LIMIT_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class ComputedRows:
+    """What was computed, a row for each (request, position), sorted by them."""
+
+    rows: torch.Tensor
+    """i64[n, 2]: request and position."""
+    logits: torch.Tensor
+    """fp32[n, vocab]"""
+    selected: torch.Tensor
+    """i64[layers, n, index_topk]: selected positions, ascending, padded with -1."""
+    margins: torch.Tensor
+    """fp32[layers, n]: the least selected score less the best left out; inf if none was."""
+
+    @classmethod
+    def merged(cls, parts: Sequence[ComputedRows]) -> ComputedRows:
+        """The rows of several batches or ranks in one."""
+        rows = torch.cat([part.rows for part in parts])
+        in_order = sorted(range(len(rows)), key=rows.tolist().__getitem__)
+        order = torch.tensor(in_order, dtype=torch.int64)
+        return cls(
+            rows[order],
+            torch.cat([part.logits for part in parts])[order],
+            torch.cat([part.selected for part in parts], dim=1)[:, order],
+            torch.cat([part.margins for part in parts], dim=1)[:, order],
+        )
+
+    def save(self, path: Path) -> None:
+        save_file(vars(self), path)
+
+    @classmethod
+    def load(cls, path: Path) -> ComputedRows:
+        return cls(**load_file(path))
+
+
+def compute_on_rank(
+    context: RankContext,
+    *,
+    checkpoint: str,
+    schedule: dict[str, Any],
+    split: SplitMode,
+    directory: str,
+) -> None:
+    """Run a schedule on one rank of a pool of processes; its rows go to a file of `directory`."""
+    recorded = RecordedSelections()
+    computed = compute(
+        Transformer.load(checkpoint, ops=recorded.ops),
+        recorded,
+        context.group,
+        msgspec.convert(schedule, Schedule),
+        split,
+    )
+    computed.save(Path(directory) / f"rank{context.rank}.safetensors")
+
+
+def compute(
+    transformer: Transformer,
+    recorded: RecordedSelections,
+    group: CPGroup,
+    schedule: Schedule,
+    split: SplitMode,
+) -> ComputedRows:
+    """Run a schedule; returns this rank's rows. Collective: every rank, with the same schedule.
+
+    `recorded` holds the ops that the transformer was made with.
+    """
+    pages = _pages_of_requests(schedule)
+    physical_pages = -(-int(max(map(max, pages))) // group.cp_size)
+    layout = CpSharedKVLayout(
+        schedule.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
+    )
+    spec = _pool_spec(transformer.config, schedule.page_size)
+    pool = KVPool(spec, physical_pages, PrivateBuffer(spec.pool_bytes(physical_pages)))
+    scratch = Scratch(_SCRATCH_LIMIT_BYTES)
+    reader = LocalReader() if group.cp_size == 1 else FullViewReader(group, pool, scratch)
+    parts: list[ComputedRows] = []
+    for batch in schedule.batches:
+        kv = ForwardKV.build(
+            pool,
+            layout,
+            group,
+            reader,
+            [BatchSpan(pages[s.request], s.start, s.stop - s.start) for s in batch],
+            split,
+            scratch=scratch,
+            dtype=transformer.dtype,
+        )
+        new = [token for s in batch for token in s.tokens_of(schedule.requests)]
+        tokens = torch.tensor(new, dtype=torch.int64)[kv.token_indices]
+        hidden = transformer.forward(tokens, kv.positions, kv)
+        owners = torch.empty_like(kv.positions)
+        for span, local in zip(batch, kv.requests, strict=True):
+            owners[local.start : local.stop] = span.request
+        rows = torch.stack([owners, kv.positions], dim=1)
+        parts.append(
+            ComputedRows(
+                rows, transformer.logits(hidden), *recorded.take(transformer.config, len(rows))
+            )
+        )
+    return ComputedRows.merged(parts)
+
+
+def _pool_spec(config: ModelConfig, page_size: int) -> KVPoolSpec:
+    return KVPoolSpec(
+        latent_format(
+            "fp32",
+            kv_lora_rank=config.kv_lora_rank,
+            qk_rope_head_dim=config.qk_rope_head_dim,
+            page_size=page_size,
+        ),
+        index_format(
+            "fp32",
+            index_head_dim=config.index_head_dim,
+            page_size=page_size,
+            rope_style=config.index_rope_style,
+        ),
+        config.num_hidden_layers,
+        config.index_layers,
+    )
+
+
+def _pages_of_requests(schedule: Schedule) -> list[LogicalPages]:
+    """Logical pages by request, in a shuffled order, so that none lies where it would by luck."""
+    counts = [
+        -(-len(r.token_ids) // schedule.page_size) - r.shared_pages for r in schedule.requests
+    ]
+    drawn = np.random.default_rng(0).permutation(sum(counts)) + 1
+    pages: list[LogicalPages] = []
+    for request, own in zip(
+        schedule.requests, np.split(drawn, np.cumsum(counts)[:-1]), strict=True
+    ):
+        shared = pages[request.shares][: request.shared_pages] if request.shared_pages else own[:0]
+        pages.append(LogicalPages(np.concatenate([shared, own])))
+    return pages

@@ -1,0 +1,59 @@
+"""The schedules that are compared with the oracle, on a model that makes mistakes show."""
+
+from __future__ import annotations
+
+import random
+
+from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
+from cp_shared_kv.testing.tiny_models import ModelShape
+
+ORACLE_SHAPE = ModelShape(num_hidden_layers=4, index_n_heads=16, index_topk=16)
+"""Sixteen index heads: with a few, all may be negative for a key, and scores tie at exactly 0."""
+
+ODD_SIZES = (7, 33, 64, 65, 1, 2)
+PROMPT_TOKENS = 290
+NEW_TOKENS = 12
+_PAGE_SIZE = 16
+
+
+def prompt(seed: int, tokens: int) -> list[int]:
+    """Seeded random bytes as token ids."""
+    return list(random.Random(seed).randbytes(tokens))  # noqa: S311 - a test input, not a secret
+
+
+def oracle_schedules(generated: list[int]) -> dict[str, Schedule]:
+    """The cases by name. `generated` is a prompt with the oracle's NEW_TOKENS greedy tokens."""
+    short = prompt(2, 45)
+    lone = [PlannedRequest(generated)]
+    end = len(generated)
+    prompt_end = end - NEW_TOKENS
+    # The second request has the first 6 pages of the first and goes on in its own way.
+    branch = generated[: 6 * _PAGE_SIZE] + prompt(3, 70)
+    hit = [PlannedRequest(generated), PlannedRequest(branch, shares=0, shared_pages=6)]
+    hit_start = 6 * _PAGE_SIZE
+    three = [*hit, PlannedRequest(short)]
+    return {
+        "one-shot": Schedule(_PAGE_SIZE, lone, [[Span(0, 0, end)]]),
+        "chunked": Schedule(_PAGE_SIZE, lone, in_chunks(0, 0, ODD_SIZES, end)),
+        "prefix hit": Schedule(
+            _PAGE_SIZE, hit, [[Span(0, 0, end)], [Span(1, hit_start, len(branch))]]
+        ),
+        "prefix hit, chunked": Schedule(
+            _PAGE_SIZE,
+            hit,
+            [*in_chunks(0, 0, (100,), end), *in_chunks(1, hit_start, (31, 1), len(branch))],
+        ),
+        "decode": Schedule(
+            _PAGE_SIZE, lone, [[Span(0, 0, prompt_end)], *in_chunks(0, prompt_end, (1,), end)]
+        ),
+        "mixed batches": Schedule(
+            _PAGE_SIZE,
+            three,
+            [
+                [Span(0, 0, 101)],
+                [Span(0, 101, 150), Span(1, hit_start, 130), Span(2, 0, 3)],
+                [Span(1, 130, 131), Span(2, 3, 44), Span(0, 150, end - 1)],
+                [Span(2, 44, 45), Span(0, end - 1, end), Span(1, 131, len(branch))],
+            ],
+        ),
+    }

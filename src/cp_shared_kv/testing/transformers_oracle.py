@@ -1,0 +1,123 @@
+"""The independent oracle: Hugging Face transformers (5.17 or newer) on the same checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from cp_shared_kv.testing.model_on_ranks import ComputedRows
+
+SURE_MARGIN = 1e-5
+"""Where the scores of the last selected and the first left out differ by more, fp32 rounding
+cannot have exchanged them."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far computed rows are from the oracle's."""
+
+    rows: int
+    relative_error: float
+    """Of all logits: the norm of the difference over the norm of the oracle's."""
+    worst_row_error: float
+    sparse_rows: int
+    """Rows of all layers that had to leave a position out."""
+    sure_rows: int
+    """Of these, rows with a margin above SURE_MARGIN."""
+    sure_rows_agreeing: int
+    """Of these, rows that selected the oracle's set."""
+    rows_agreeing: int
+    """Sparse rows of any margin that selected the oracle's set."""
+    least_margin: float
+    greedy_agreeing: int
+    """Rows with the oracle's likeliest next token."""
+
+
+class TransformersOracle:
+    """One model, each prompt in one forward, without any cache of ours."""
+
+    def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
+        transformers.utils.logging.disable_progress_bar()
+        model: Any = transformers.DeepseekV32ForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, attn_implementation="eager"
+        )
+        self._model = model.eval()
+        self._answers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def generate(self, prompt: list[int], new_tokens: int) -> list[int]:
+        """The prompt and its greedy continuation, end tokens not heeded."""
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        generated = self._model.generate(
+            ids,
+            attention_mask=mask,
+            do_sample=False,
+            min_new_tokens=new_tokens,
+            max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )
+        return generated[0].tolist()
+
+    def logits_and_selections(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """fp32[T, vocab] and, True where selected and visible, bool[layers, T, T]."""
+        key = tuple(token_ids)
+        if key not in self._answers:
+            self._answers[key] = self._forward(token_ids)
+        return self._answers[key]
+
+    def compare(self, computed: ComputedRows, requests: list[list[int]]) -> Agreement:
+        """Compare rows of requests, given by their token ids, with one forward of each."""
+        answers = [self.logits_and_selections(token_ids) for token_ids in requests]
+        expected = torch.stack([answers[r][0][p] for r, p in computed.rows.tolist()])
+        same_set = torch.stack(
+            [
+                _same_set(computed.selected[:, i], answers[r][1][:, p])
+                for i, (r, p) in enumerate(computed.rows.tolist())
+            ],
+            dim=1,
+        )
+        sparse, sure = computed.margins.isfinite(), computed.margins > SURE_MARGIN
+        difference = computed.logits - expected
+        row_errors = difference.norm(dim=1) / expected.norm(dim=1)
+        return Agreement(
+            rows=len(expected),
+            relative_error=float(difference.norm() / expected.norm()),
+            worst_row_error=float(row_errors.max()),
+            sparse_rows=int(sparse.sum()),
+            sure_rows=int((sparse & sure).sum()),
+            sure_rows_agreeing=int((sparse & sure & same_set).sum()),
+            rows_agreeing=int((sparse & same_set).sum()),
+            least_margin=float(computed.margins.min()),
+            greedy_agreeing=int((computed.logits.argmax(1) == expected.argmax(1)).sum()),
+        )
+
+    @torch.no_grad()
+    def _forward(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        selected: list[torch.Tensor] = []
+
+        def keep(_module: Any, _arguments: Any, chosen: torch.Tensor) -> None:
+            selected.append(chosen[0].long())
+
+        hooks = [
+            layer.self_attn.indexer.register_forward_hook(keep)
+            for layer in self._model.model.layers
+        ]
+        try:
+            logits = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        size = len(token_ids)
+        masks = [torch.zeros(size, size, dtype=torch.bool).scatter_(1, s, True) for s in selected]
+        return logits.float(), torch.stack(masks).tril()
+
+
+def _same_set(selected: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Per layer: do positions i64[layers, k], padded with -1, name just the True of the mask?"""
+    ours = torch.zeros(len(mask), mask.shape[1] + 1, dtype=torch.bool)
+    ours.scatter_(1, selected.where(selected >= 0, torch.tensor(mask.shape[1])), True)
+    return (ours[:, :-1] == mask).all(dim=1)

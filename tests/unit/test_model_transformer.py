@@ -1,0 +1,202 @@
+"""The transformer on a KV cache of plain tensors: batches, empty ranks, bounded memory."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.ops.interface import AttentionOps
+from cp_shared_kv.model.ops.reference import REFERENCE_OPS
+from cp_shared_kv.model.transformer import Transformer
+from cp_shared_kv.model.weights import load_weights
+from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
+
+SHAPE = ModelShape(index_topk=16, index_n_heads=16)
+TOLERANCE = 2e-6
+
+
+@dataclass(frozen=True)
+class Rows:
+    start: int
+    stop: int
+    slots: torch.Tensor
+
+
+class TensorKV:
+    """A KVAccess of one tensor a layer and kind; never-written slots hold NaN."""
+
+    def __init__(self, config: ModelConfig, size: int) -> None:
+        layers = config.num_hidden_layers
+        self.stored_layers: list[int] = []
+        self._latent = torch.full((layers, size, config.kv_lora_rank), float("nan"))
+        self._k_pe = torch.full((layers, size, config.qk_rope_head_dim), float("nan"))
+        self._index_k = torch.full((layers, size, config.index_head_dim), float("nan"))
+        self.requests: list[Rows] = []
+        self._new_slots = torch.empty(0, dtype=torch.int64)
+
+    def begin(self, spans: list[tuple[torch.Tensor, int]]) -> torch.Tensor:
+        """A batch of (slots of a request so far, how many of them are new); gives positions."""
+        self.requests, start = [], 0
+        for slots, new in spans:
+            self.requests.append(Rows(start, start + new, slots))
+            start += new
+        self._new_slots = torch.cat([slots[len(slots) - new :] for slots, new in spans])
+        return torch.cat([torch.arange(len(slots) - new, len(slots)) for slots, new in spans])
+
+    def store(
+        self, layer: int, latent: torch.Tensor, k_pe: torch.Tensor, index_k: torch.Tensor | None
+    ) -> None:
+        assert index_k is not None
+        self.stored_layers.append(layer)
+        self._latent[layer, self._new_slots] = latent.float()
+        self._k_pe[layer, self._new_slots] = k_pe.float()
+        self._index_k[layer, self._new_slots] = index_k.float()
+
+    def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._latent[layer, slots], self._k_pe[layer, slots]
+
+    def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        return self._index_k[layer, slots]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("transformer") / "model"
+    make_tiny_checkpoint(directory, SHAPE, seed=0)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def transformer(checkpoint: Path) -> Transformer:
+    return Transformer.load(checkpoint)
+
+
+def tokens(count: int, seed: int = 0) -> torch.Tensor:
+    return torch.randint(0, 256, (count,), generator=torch.Generator().manual_seed(seed))
+
+
+def alone(transformer: Transformer, token_ids: torch.Tensor) -> torch.Tensor:
+    kv = TensorKV(transformer.config, len(token_ids))
+    positions = kv.begin([(torch.arange(len(token_ids)), len(token_ids))])
+    return transformer.logits(transformer.forward(token_ids, positions, kv))
+
+
+def error(got: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((got - expected).norm() / expected.norm())
+
+
+def test_a_rank_without_tokens_still_stores_every_layer(transformer: Transformer) -> None:
+    kv = TensorKV(transformer.config, 8)
+    positions = kv.begin([(torch.arange(8), 0), (torch.arange(3), 0)])
+    hidden = transformer.forward(tokens(0), positions, kv)
+    assert kv.stored_layers == [0, 1]
+    assert hidden.shape == (0, SHAPE.hidden_size)
+    assert transformer.logits(hidden).shape == (0, transformer.config.vocab_size)
+
+
+def test_layers_are_stored_in_order_once_a_forward(transformer: Transformer) -> None:
+    kv = TensorKV(transformer.config, 40)
+    transformer.forward(tokens(40), kv.begin([(torch.arange(40), 40)]), kv)
+    assert kv.stored_layers == [0, 1]
+
+
+def test_requests_of_one_batch_do_not_see_each_other(transformer: Transformer) -> None:
+    first, second, third = tokens(150, 1), tokens(9, 2), tokens(70, 3)
+    kv = TensorKV(transformer.config, 300)
+    slots = torch.randperm(300, generator=torch.Generator().manual_seed(0))
+    mine = [slots[:150], slots[150:159], slots[200:270]]
+    positions = kv.begin([(mine[0][:100], 100), (mine[2][:69], 69)])
+    transformer.forward(torch.cat([first[:100], third[:69]]), positions, kv)
+    # One batch of a chunk with a prefix, a whole request, one without rows here, and a decode.
+    spans = [(mine[0], 50), (mine[1], 9), (mine[0][:30], 0), (mine[2], 1)]
+    positions = kv.begin(spans)
+    got = transformer.logits(
+        transformer.forward(torch.cat([first[100:], second, third[69:]]), positions, kv)
+    )
+    assert error(got[:50], alone(transformer, first)[100:]) < TOLERANCE
+    assert error(got[50:59], alone(transformer, second)) < TOLERANCE
+    assert error(got[59:], alone(transformer, third)[69:]) < TOLERANCE
+
+
+def test_rows_may_be_two_segments_of_a_request(transformer: Transformer) -> None:
+    token_ids = tokens(96)
+    expected = alone(transformer, token_ids)
+    # As a rank of a zigzag split has them: the other rank's tokens are stored, not computed.
+    kv = TensorKV(transformer.config, 96)
+    kv.begin([(torch.arange(96), 96)])
+    transformer.forward(token_ids, torch.arange(96), kv)
+    mine = torch.cat([torch.arange(0, 24), torch.arange(72, 96)])
+    kv.requests = [Rows(0, 48, torch.arange(96))]
+    kv._new_slots = mine
+    got = transformer.logits(transformer.forward(token_ids[mine], mine, kv))
+    assert error(got, expected[mine]) < TOLERANCE
+
+
+def test_logits_are_computed_for_the_rows_asked(transformer: Transformer) -> None:
+    kv = TensorKV(transformer.config, 20)
+    hidden = transformer.forward(tokens(20), kv.begin([(torch.arange(20), 20)]), kv)
+    last = transformer.logits(hidden[-1:])
+    assert last.shape == (1, transformer.config.vocab_size)
+    assert last.dtype == torch.float32
+    assert error(last, transformer.logits(hidden)[-1:]) < 1e-6
+
+
+def test_no_op_ever_sees_the_prompt_squared(checkpoint: Path) -> None:
+    largest: dict[str, int] = {"scores": 0, "gathered": 0}
+
+    def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        scores = REFERENCE_OPS.index_scores(q, weights, keys)
+        largest["scores"] = max(largest["scores"], scores.numel())
+        return scores
+
+    def sparse_attention(
+        q_latent: torch.Tensor,
+        q_pe: torch.Tensor,
+        latent: torch.Tensor,
+        k_pe: torch.Tensor,
+        valid: torch.Tensor,
+        scale: float,
+    ) -> torch.Tensor:
+        largest["gathered"] = max(largest["gathered"], latent.numel())
+        return REFERENCE_OPS.sparse_attention(q_latent, q_pe, latent, k_pe, valid, scale)
+
+    ops = AttentionOps(index_scores, REFERENCE_OPS.select_topk, sparse_attention)
+    count = 2500
+    alone(Transformer.load(checkpoint, ops=ops), tokens(count))
+    assert largest["scores"] <= 128 * count
+    assert largest["gathered"] <= 1 << 22  # 16 MB, whatever the prompt
+
+
+def test_a_block_scores_only_the_keys_it_can_see(checkpoint: Path) -> None:
+    widths: list[int] = []
+
+    def index_scores(q: torch.Tensor, weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        widths.append(len(keys))
+        return REFERENCE_OPS.index_scores(q, weights, keys)
+
+    ops = dataclasses.replace(REFERENCE_OPS, index_scores=index_scores)
+    alone(Transformer.load(checkpoint, ops=ops), tokens(300))
+    assert widths == [128, 256, 300] * 2
+
+
+def test_bf16_runs_and_gives_fp32_logits(checkpoint: Path) -> None:
+    narrow = Transformer.load(checkpoint, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    logits = alone(narrow, tokens(30))
+    assert logits.dtype == torch.float32
+    assert bool(logits.isfinite().all())
+
+
+def test_hidden_states_begin_as_embeddings(checkpoint: Path) -> None:
+    config = ModelConfig.from_directory(checkpoint)
+    weights = load_weights(checkpoint, config, torch.float32)
+    none = dataclasses.replace(config, num_hidden_layers=0)
+    embedding_only = Transformer(none, dataclasses.replace(weights, layers=()))
+    kv = TensorKV(config, 4)
+    hidden = embedding_only.forward(tokens(4), kv.begin([(torch.arange(4), 4)]), kv)
+    assert torch.equal(hidden, weights.embedding[tokens(4)])
