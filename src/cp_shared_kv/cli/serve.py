@@ -11,11 +11,9 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from cp_shared_kv.engine.cluster import Cluster
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import StartupError
 from cp_shared_kv.server.serve import open_listener
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 DEMO_MODEL = "demo"
 WATCH_SECONDS = 0.2
@@ -25,6 +23,8 @@ def with_model(config: EngineConfig) -> EngineConfig:
     """The config with `--model-path demo` replaced by the built-in demo model's directory."""
     if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
         return config
+    from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
     directory = demo_checkpoint_directory()
     return replace(
         config, model_path=directory, served_model_name=config.served_model_name or DEMO_MODEL
@@ -40,6 +40,9 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     --enable-nsa-prefill-context-parallel --enable-nsa-prefill-cp-shared-kv
     --max-total-tokens 4096
     """
+    # Imported here: help and a refused flag need not wait for torch.
+    from cp_shared_kv.engine.cluster import Cluster
+
     config = with_model(config)
     listener = open_listener(config.host, config.port)
     stopped = threading.Event()

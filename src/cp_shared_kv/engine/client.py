@@ -129,10 +129,15 @@ class ClusterClient:
                 ),
             )
             async for chunk in self._chunks(room):
+                if chunk.finish_reason is not None:
+                    self._room_of.pop(request.request_id, None)
                 yield chunk
-        finally:
-            self._rooms.pop(number, None)
+        except EngineRefusal:
             self._room_of.pop(request.request_id, None)
+            raise
+        finally:
+            # A caller that stops early still has to name the request to `abort`.
+            self._rooms.pop(number, None)
 
     async def _chunks(self, room: _Room) -> AsyncGenerator[TokenChunk, None]:
         # Tokens come from decode and the cached count from prefill, on links without a common

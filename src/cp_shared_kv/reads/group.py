@@ -7,6 +7,11 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
+# torch 2.13 gives the call a new name and warns of the old one, which is all that 2.11 has.
+_ALL_GATHER = (
+    "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+)
+
 
 class CPGroup(Protocol):
     """The N ranks that share one logical pool, as one of them sees it."""

@@ -1,0 +1,76 @@
+"""A small cluster on the demo model, for tests: started, asked over HTTP, stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from cp_shared_kv.engine.cluster import Cluster
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.server.serve import open_listener
+from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
+PHYSICAL_TOKENS = 1024
+CP_SIZE = 2
+CHUNK = 300  # not a multiple of the page size, so chunks end inside pages
+
+
+def small_config(**changes: Any) -> EngineConfig:
+    """Two ranks that share a pool of 2,048 tokens."""
+    values: dict[str, Any] = {
+        "model_path": demo_checkpoint_directory(),
+        "served_model_name": "demo",
+        "port": 0,
+        "attention_context_parallel_size": CP_SIZE,
+        "enable_nsa_prefill_context_parallel": True,
+        "enable_nsa_prefill_cp_shared_kv": True,
+        "max_total_tokens": PHYSICAL_TOKENS,
+        "decode_max_total_tokens": 6144,
+        "chunked_prefill_size": CHUNK,
+    }
+    return EngineConfig(**(values | changes))
+
+
+@dataclass
+class Running:
+    """A cluster, where it listens, and what it has logged."""
+
+    cluster: Cluster
+    url: str
+    log_file: Path
+
+    def get(self, path: str) -> httpx.Response:
+        """GET a path of the server."""
+        return httpx.get(self.url + path, trust_env=False, timeout=20)
+
+    def post(self, body: Any) -> httpx.Response:
+        """POST a body to /v1/completions."""
+        return httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=60)
+
+    def usage(self) -> dict[str, Any]:
+        """Use of the pools now, in tokens."""
+        return self.get("/server_info").json()["usage"]
+
+    def log_lines(self, start: str) -> list[str]:
+        """Logged messages that begin with `start`, without time and process."""
+        lines = [line.partition("] ")[2] for line in self.log_file.read_text().splitlines()]
+        return [line for line in lines if line.startswith(start)]
+
+
+@contextmanager
+def running(config: EngineConfig, log_file: Path) -> Generator[Running]:
+    """Start a cluster with a server; on failure its log is part of the error."""
+    listener = open_listener(config.host, config.port)
+    host, port = listener.getsockname()[:2]
+    try:
+        with Cluster(config, listener=listener, log_file=log_file) as cluster:
+            listener.close()
+            yield Running(cluster, f"http://{host}:{port}", log_file)
+    except Exception as error:
+        error.add_note(log_file.read_text()[-4000:] if log_file.exists() else "no log")
+        raise

@@ -1,0 +1,162 @@
+"""What cannot start says so in one line, exits with an error, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+
+from cp_shared_kv.testing.running_cluster import running, small_config
+from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
+pytestmark = pytest.mark.e2e
+
+CPKV = [str(Path(sys.executable).with_name("cpkv"))]
+SHARED = [
+    "--attention-context-parallel-size=2",
+    "--enable-nsa-prefill-context-parallel",
+    "--enable-nsa-prefill-cp-shared-kv",
+    "--max-total-tokens=1024",
+]
+
+
+MARK = "CPKV_TEST_MARK"
+
+
+def running_with(mark: str) -> list[str]:
+    """Command lines of the processes that were started under a mark."""
+    found: list[str] = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes()
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue  # it ended meanwhile
+        if f"{MARK}={mark}".encode() in environment.split(b"\0") and command:
+            found.append(command.replace(b"\0", b" ").decode())
+    return found
+
+
+def segments() -> set[str]:
+    """Shared-memory segments of any cluster."""
+    return {path.name for path in Path("/dev/shm").glob("cpkv-*")}
+
+
+def assert_nothing_left(mark: str, segments_before: set[str]) -> None:
+    assert running_with(mark) == []
+    deadline = time.monotonic() + 5  # another cluster of this host may just be starting
+    while segments() - segments_before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert segments() <= segments_before
+
+
+def refused(*arguments: str) -> str:
+    """The one line that `cpkv serve` ends with; nothing may be left of it."""
+    mark, before = uuid.uuid4().hex, segments()
+    ended = subprocess.run(
+        [*CPKV, "serve", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env=os.environ | {MARK: mark},
+    )
+    assert ended.returncode not in (0, None)
+    assert_nothing_left(mark, before)
+    lines = [line for line in ended.stderr.splitlines() if line.startswith("cpkv: ")]
+    assert len(lines) == 1, ended.stderr
+    assert "Traceback" not in ended.stderr
+    return lines[0]
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A copy of the demo model that a test may damage."""
+    return Path(shutil.copytree(demo_checkpoint_directory(), tmp_path / "model"))
+
+
+def test_a_port_in_use_is_named_before_anything_starts() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = refused("--model-path=demo", *SHARED, f"--port={port}")
+    assert f"127.0.0.1:{port}" in line
+    assert "in use" in line
+
+
+def test_a_missing_checkpoint_is_named() -> None:
+    assert "/no/such/model" in refused("--model-path=/no/such/model", *SHARED, "--port=0")
+
+
+def test_a_truncated_checkpoint_is_named(checkpoint: Path) -> None:
+    weights = checkpoint / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 1000)
+    line = refused(f"--model-path={checkpoint}", *SHARED, "--port=0")
+    assert "model.safetensors" in line
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(checkpoint: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config["intermediate_size"] += 8
+    (checkpoint / "config.json").write_text(json.dumps(config))
+    line = refused(f"--model-path={checkpoint}", *SHARED, "--port=0")
+    assert "model.safetensors" in line
+    assert str(config["intermediate_size"]) in line
+    assert str(config["intermediate_size"] - 8) in line
+
+
+def test_too_little_shared_memory_is_told_in_bytes() -> None:
+    line = refused("--model-path=demo", *SHARED[:-1], "--max-total-tokens=4000000000", "--port=0")
+    assert "shared memory" in line
+    assert "--max-total-tokens" in line
+
+
+@pytest.mark.parametrize(
+    ("flags", "named"),
+    [
+        (["--attention-context-parallel-size=2"], "--enable-nsa-prefill-context-parallel"),
+        (["--enable-nsa-prefill-cp-shared-kv"], "--enable-nsa-prefill-context-parallel"),
+        (["--kv-read=pull"], "--enable-nsa-prefill-cp-shared-kv"),
+        (["--disaggregation-transfer-backend=mooncake"], "shared_memory"),
+        (["--page-size=48"], "--page-size"),
+        (["--context-length=999999"], "max_position_embeddings"),
+    ],
+)
+def test_flags_that_do_not_go_together_are_refused(flags: list[str], named: str) -> None:
+    assert named in refused("--model-path=demo", "--port=0", *flags)
+
+
+def test_sigterm_ends_the_server_with_exit_code_0() -> None:
+    mark, before = uuid.uuid4().hex, segments()
+    server = subprocess.Popen(
+        [*CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {MARK: mark},
+    )
+    assert server.stderr is not None
+    for line in server.stderr:
+        if "serving demo at http://" in line:
+            break
+    assert len(running_with(mark)) == 6  # so that an empty list below means something
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(20) == 0
+    assert_nothing_left(mark, before)
+
+
+def test_a_lost_rank_ends_the_cluster_with_its_name(tmp_path: Path) -> None:
+    with running(small_config(), tmp_path / "log") as served:
+        assert served.cluster.lost_child() is None
+        os.kill(served.cluster.pid("rank-1"), signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while (lost := served.cluster.lost_child()) is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert lost == "rank-1 was killed by SIGKILL"
