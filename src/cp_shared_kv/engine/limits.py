@@ -18,6 +18,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     decode_tokens: int
     context_length: int
     scratch_limit_bytes: int
+    max_prefix_pages: int
+    """Most prefix pages of one batch, each counted once, that scratch holds."""
     pool_bytes_per_rank: int
     decode_pool_bytes: int
 

@@ -11,10 +11,11 @@ from cp_shared_kv.errors import CapacityError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
+from cp_shared_kv.transfer.messages import MAX_TOKENS
 
 SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux)
 MEMORY_SHARE = 0.5
-"""Part of the free memory that pools may take when --max-total-tokens is not given."""
+"""Part of the free memory for pools and scratch when --max-total-tokens is not given."""
 SCRATCH_LAYERS = 2
 """A rank holds at most this many layers of one batch's prefix: the one in use, one ahead."""
 
@@ -29,29 +30,27 @@ def resolve_limits(
 ) -> EngineLimits:
     """Work out every size once, before any process starts.
 
-    `free_bytes` is what pools may be made from when `--max-total-tokens` is not given; the
-    scratch of the longest prefix is charged before the pools are sized.
+    `free_bytes` is what pools and scratch may be made from when `--max-total-tokens` is not
+    given; the scratch of the longest prefix is charged before the pools are sized.
     """
-    context_length = config.context_length or model_context_length
+    context_length = config.context_length or min(model_context_length, MAX_TOKENS)
     if context_length > model_context_length:
         raise ConfigError(
             "--context-length exceeds what the model was made for",
             value=context_length,
             allowed=f"at most {model_context_length} (max_position_embeddings)",
         )
-    sharers = config.cp_size if config.shares_kv else 1
     page_size = config.page_size
     if config.max_total_tokens is not None:
-        capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, sharers)
+        capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, _sharers(config))
     else:
-        budget = int(free_bytes * MEMORY_SHARE) // (config.cp_size + sharers)
-        capacity = _sized_by_budget(budget, spec, page_size, sharers, context_length)
+        capacity = _sized_by_budget(config, spec, context_length, int(free_bytes * MEMORY_SHARE))
     decode_tokens = config.decode_max_total_tokens or capacity.logical_tokens
     decode_capacity = KVCapacity.from_tokens(decode_tokens, page_size, 1)
     longest_pages = -(-min(capacity.logical_tokens, context_length) // page_size)
-    scratch = 0
+    max_prefix_pages = capacity.logical_pages
     if config.resolved_kv_read != "local":
-        scratch = _scratch_bytes(config, spec, longest_pages)
+        max_prefix_pages = min(max_prefix_pages, SCRATCH_LAYERS * longest_pages)
     limits = EngineLimits(
         page_size=page_size,
         cp_size=config.cp_size,
@@ -59,7 +58,9 @@ def resolve_limits(
         physical_tokens_per_rank=capacity.physical_tokens,
         decode_tokens=decode_capacity.logical_tokens,
         context_length=context_length,
-        scratch_limit_bytes=scratch,
+        scratch_limit_bytes=_chunk_scratch_bytes(config, spec)
+        + _prefix_scratch_bytes(config, spec, longest_pages),
+        max_prefix_pages=max_prefix_pages,
         pool_bytes_per_rank=spec.pool_bytes(capacity.physical_pages),
         decode_pool_bytes=spec.pool_bytes(decode_capacity.physical_pages),
     )
@@ -73,35 +74,58 @@ def resolve_limits(
     return limits
 
 
-def _scratch_bytes(config: EngineConfig, spec: KVPoolSpec, longest_pages: int) -> int:
-    """Two layers of the longest prefix, and what one chunk needs beside it.
+def _sharers(config: EngineConfig) -> int:
+    """Ranks over which the pages of one prompt are spread."""
+    return config.cp_size if config.shares_kv else 1
 
-    The chunk is staged in full, and gathered from shares that may be as uneven as one rank
-    computing all of it; a collective read packs a fixed number of pages a round.
+
+def _prefix_scratch_bytes(config: EngineConfig, spec: KVPoolSpec, prefix_pages: int) -> int:
+    """What a rank needs to read a prefix of so many pages out of its peers' pools."""
+    if config.resolved_kv_read == "local":
+        return 0
+    return SCRATCH_LAYERS * prefix_pages * layer_page_bytes(spec)
+
+
+def _chunk_scratch_bytes(config: EngineConfig, spec: KVPoolSpec) -> int:
+    """What a rank of several needs for one chunk, however short the prefix.
+
+    The chunk is gathered from shares that may be as uneven as one rank computing all of it. On a
+    shared pool it is also staged in full, and a collective read packs a fixed number of pages a
+    round.
     """
+    if config.cp_size == 1:
+        return 0
     ranks = config.cp_size + 1
     chunk_pages = -(-config.chunked_prefill_size // config.page_size) + 1
-    pages = SCRATCH_LAYERS * longest_pages + (1 + ranks) * chunk_pages
+    gathered = ranks * chunk_pages * layer_page_bytes(spec)
+    if config.resolved_kv_read == "local":
+        return gathered
     rounds = PAGES_PER_ROUND * ranks * max(spec.latent.page_bytes, spec.index.page_bytes)
-    return pages * layer_page_bytes(spec) + rounds
+    return gathered + chunk_pages * layer_page_bytes(spec) + rounds
 
 
 def _sized_by_budget(
-    budget_bytes: int, spec: KVPoolSpec, page_size: int, sharers: int, context_length: int
+    config: EngineConfig, spec: KVPoolSpec, context_length: int, budget_bytes: int
 ) -> KVCapacity:
-    layer_bytes = layer_page_bytes(spec)
-    scratch = SCRATCH_LAYERS * layer_bytes * -(-context_length // page_size)
-    if scratch < budget_bytes:
-        capacity = KVCapacity.from_budget(
-            budget_bytes - scratch, spec.bytes_per_page, page_size, sharers
-        )
-        if capacity.logical_tokens >= context_length:
-            # More than a few contexts a rank would only lengthen the start of a small model.
-            enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, sharers)
-            return min(capacity, enough, key=lambda c: c.physical_pages)
+    """The largest pools of which N, their scratch and decode's pool stay within the budget."""
+    ranks, sharers, page_size = config.cp_size, _sharers(config), config.page_size
+    copies = ranks + sharers  # decode's pool is as large as the group's, unless it has its own size
+    if config.decode_max_total_tokens is not None:
+        decode = KVCapacity.from_tokens(config.decode_max_total_tokens, page_size, 1)
+        budget_bytes -= spec.pool_bytes(decode.physical_pages)
+        copies = ranks
+    page_bytes = -(-copies * spec.bytes_per_page // ranks)  # with a rank's share of decode's page
+    rank_bytes = max(0, budget_bytes // ranks - _chunk_scratch_bytes(config, spec))
+    context_pages = -(-context_length // page_size)
+    beside_scratch = rank_bytes - _prefix_scratch_bytes(config, spec, context_pages)
+    if beside_scratch // page_bytes - 1 >= -(-context_pages // sharers):
+        capacity = KVCapacity.from_budget(beside_scratch, page_bytes, page_size, sharers)
+        # More than a few contexts a rank would only lengthen the start of a small model.
+        enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, sharers)
+        return min(capacity, enough, key=lambda c: c.physical_pages)
     # The pool is smaller than the context: then the longest prefix is the pool itself.
-    page_bytes = spec.bytes_per_page + SCRATCH_LAYERS * layer_bytes * sharers
-    return KVCapacity.from_budget(budget_bytes, page_bytes, page_size, sharers)
+    page_bytes += _prefix_scratch_bytes(config, spec, sharers)
+    return KVCapacity.from_budget(rank_bytes, page_bytes, page_size, sharers)
 
 
 def free_memory_bytes() -> int:
