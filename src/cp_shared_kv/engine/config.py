@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any, Literal, get_args
 
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.transfer.messages import MAX_TOKENS
 
 KVRead = Literal["auto", "pull", "collective"]
 TransferBackend = Literal["shared_memory", "mooncake"]
@@ -121,7 +123,8 @@ class EngineConfig:
     @property
     def model_name(self) -> str:
         """The name that clients ask for."""
-        return self.served_model_name or self.model_path.name
+        # Made absolute, for "." has no name of its own; links keep the name that the user gave.
+        return self.served_model_name or Path(os.path.abspath(self.model_path)).name
 
     def _check_choices(self) -> None:
         choices = {
@@ -143,8 +146,8 @@ class EngineConfig:
         least_most: dict[str, tuple[int, int]] = {
             "port": (0, 65535),
             "page_size": (1, MAX_PAGE_SIZE),
-            "context_length": (2, 2**31 - 1),
-            "chunked_prefill_size": (1, 2**24),
+            "context_length": (2, MAX_TOKENS),
+            "chunked_prefill_size": (1, MAX_TOKENS),
             "max_total_tokens": (1, 2**40),
             "decode_max_total_tokens": (1, 2**40),
             "max_running_requests": (1, 4096),
