@@ -51,6 +51,9 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch", forbid_unkno
         """
         try:
             check_int64("token_ids", self.token_ids, at_least=0, at_most=vocab_size - 1)
+            rooms = [r.room for r in self.requests]
+            if not rooms or len(set(rooms)) < len(rooms):
+                raise ValueError(f"rooms {rooms}; allowed: one or more, each once")
             counted = sum(r.new_tokens for r in self.requests)
             if counted != len(self.token_ids) // 8 or any(r.new_tokens < 1 for r in self.requests):
                 raise ValueError(f"new_tokens add up to {counted}, with {len(self.tokens())} given")
