@@ -31,13 +31,13 @@ class MessageLog:
 
 def read_messages(path: Path) -> Iterator[bytes]:
     """The messages of a `MessageLog`, in order. A cut-off last one is an error."""
+    nbytes = path.stat().st_size
     with path.open("rb") as file:
         while head := file.read(8):
             length = int.from_bytes(head, "little")
-            data = file.read(length)
-            if len(head) != 8 or len(data) != length:
+            if len(head) != 8 or length > nbytes - file.tell():
                 raise CpkvError("recording ends inside a message", value=str(path))
-            yield data
+            yield file.read(length)
 
 
 class LogitsLog:
@@ -98,8 +98,8 @@ def compare_logits(first: Path, second: Path, source: str) -> tuple[int, Differe
         )
     if len(first_rows) == 0:
         return 0, None
-    first_bits = _bits(first, len(first_rows))
-    second_bits = _bits(second, len(second_rows))
+    first_bits = _bits(first, len(first_rows), source)
+    second_bits = _bits(second, len(second_rows), source)
     if first_bits.shape != second_bits.shape:
         raise CpkvError(f"{source}: the two recordings differ in vocabulary size")
     unequal = (first_bits != second_bits).any(axis=1)
@@ -123,5 +123,13 @@ def _rows(path: Path) -> npt.NDArray[np.void]:
     return np.fromfile(path.with_suffix(".rows"), ROW_FIELDS)
 
 
-def _bits(path: Path, rows: int) -> npt.NDArray[np.uint32]:
-    return np.fromfile(path.with_suffix(".logits"), "<u4").reshape(rows, -1)
+def _bits(path: Path, rows: int, source: str) -> npt.NDArray[np.uint32]:
+    """The logits of so many rows, u32[rows, vocab]."""
+    file = path.with_suffix(".logits")
+    nbytes = file.stat().st_size
+    if nbytes == 0 or nbytes % (4 * rows):
+        raise CpkvError(
+            f"{source}: a recording of logits is cut off",
+            value=f"{nbytes} bytes for {rows} rows in {file}",
+        )
+    return np.fromfile(file, "<u4").reshape(rows, -1)
