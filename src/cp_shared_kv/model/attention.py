@@ -10,7 +10,6 @@ from torch.nn import functional
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.indexer import Indexer
 from cp_shared_kv.model.kv_access import KVAccess
-from cp_shared_kv.model.norm import rms_norm
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.query_blocks import RequestBlocks
 from cp_shared_kv.model.rope import Rotation
@@ -37,11 +36,11 @@ class SparseAttention:
         """Attention of normed hidden states x[t, hidden]; stores the layer's new KV. Collective."""
         config, weights = self._config, self._weights
         q_residual = functional.linear(x, weights.q_a_proj)
-        q_residual = rms_norm(q_residual, weights.q_a_norm, config.rms_norm_eps)
+        q_residual = self._norm(q_residual, weights.q_a_norm)
         latent, k_pe = functional.linear(x, weights.kv_a_proj).split(
             [config.kv_lora_rank, config.qk_rope_head_dim], dim=-1
         )
-        latent = rms_norm(latent, weights.kv_a_norm, config.rms_norm_eps)
+        latent = self._norm(latent, weights.kv_a_norm)
         k_pe = rotation.apply(k_pe.unsqueeze(1), "interleaved").squeeze(1)
         kv.store(layer, latent, k_pe, self._indexer.keys(x, rotation))
 
@@ -50,6 +49,9 @@ class SparseAttention:
         attended = self._attend(q_latent, q_pe, selected, layer, kv)
         values = torch.bmm(attended.transpose(0, 1), weights.value_up.transpose(1, 2))
         return functional.linear(values.transpose(0, 1).flatten(1), weights.o_proj)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)
 
     def _queries(
         self, q_residual: torch.Tensor, rotation: Rotation

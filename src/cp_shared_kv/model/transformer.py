@@ -12,7 +12,6 @@ from cp_shared_kv.model.attention import SparseAttention
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.kv_access import KVAccess
 from cp_shared_kv.model.moe import FeedForward, MixtureOfExperts
-from cp_shared_kv.model.norm import rms_norm
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.ops.reference import REFERENCE_OPS
 from cp_shared_kv.model.query_blocks import RequestBlocks, query_blocks
@@ -41,10 +40,13 @@ class DecoderLayer:
         kv: KVAccess,
     ) -> torch.Tensor:
         """The layer of hidden[t, hidden]. Collective: it stores the layer's KV."""
-        normed = rms_norm(hidden, self._weights.input_norm, self._eps)
+        normed = self._norm(hidden, self._weights.input_norm)
         hidden = hidden + self._attention.forward(normed, rotation, requests, layer, kv)
-        normed = rms_norm(hidden, self._weights.post_attention_norm, self._eps)
+        normed = self._norm(hidden, self._weights.post_attention_norm)
         return hidden + self._mlp.forward(normed)
+
+    def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return functional.rms_norm(x, weight.shape, weight, self._eps)
 
 
 class Transformer:
@@ -91,5 +93,6 @@ class Transformer:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The logits fp32[n, vocab] of n rows of `forward`'s hidden states. Not collective."""
-        normed = rms_norm(hidden, self._weights.final_norm, self.config.rms_norm_eps)
+        weight = self._weights.final_norm
+        normed = functional.rms_norm(hidden, weight.shape, weight, self.config.rms_norm_eps)
         return functional.linear(normed, self._weights.lm_head).float()

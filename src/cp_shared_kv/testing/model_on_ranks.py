@@ -28,7 +28,7 @@ from cp_shared_kv.reads.prefix_reader import LocalReader
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.testing.rank_process import RankContext
 from cp_shared_kv.testing.recording_ops import RecordedSelections
-from cp_shared_kv.testing.schedule import Schedule
+from cp_shared_kv.testing.schedule import Schedule, Span
 
 _SCRATCH_LIMIT_BYTES = 64 << 20
 
@@ -98,40 +98,59 @@ def compute(
 
     `recorded` holds the ops that the transformer was made with.
     """
-    pages = _pages_of_requests(schedule)
-    physical_pages = -(-int(max(map(max, pages))) // group.cp_size)
-    layout = CpSharedKVLayout(
-        schedule.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
-    )
-    spec = _pool_spec(transformer.config, schedule.page_size)
-    pool = KVPool(spec, physical_pages, PrivateBuffer(spec.pool_bytes(physical_pages)))
-    scratch = Scratch(_SCRATCH_LIMIT_BYTES)
-    reader = LocalReader() if group.cp_size == 1 else FullViewReader(group, pool, scratch)
+    run = ScheduleRun(transformer, group, schedule, split)
     parts: list[ComputedRows] = []
     for batch in schedule.batches:
-        kv = ForwardKV.build(
-            pool,
-            layout,
-            group,
-            reader,
-            [BatchSpan(pages[s.request], s.start, s.stop - s.start) for s in batch],
-            split,
-            scratch=scratch,
-            dtype=transformer.dtype,
+        hidden, rows = run.forward(batch)
+        selections = recorded.take(transformer.config, len(rows))
+        parts.append(ComputedRows(rows, transformer.logits(hidden), *selections))
+    return ComputedRows.merged(parts)
+
+
+class ScheduleRun:
+    """One rank's pool and reads, sized for a schedule's requests."""
+
+    def __init__(
+        self, transformer: Transformer, group: CPGroup, schedule: Schedule, split: SplitMode
+    ) -> None:
+        self._transformer, self._group = transformer, group
+        self._requests = schedule.requests
+        self._split: SplitMode = split
+        self._pages = _pages_of_requests(schedule)
+        logical_pages = int(max(map(max, self._pages)))
+        physical_pages = -(-logical_pages // group.cp_size)
+        self._layout = CpSharedKVLayout(
+            schedule.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
         )
-        new = [token for s in batch for token in s.tokens_of(schedule.requests)]
+        spec = _pool_spec(transformer.config, schedule.page_size)
+        self._pool = KVPool(spec, physical_pages, PrivateBuffer(spec.pool_bytes(physical_pages)))
+        self._scratch = Scratch(_SCRATCH_LIMIT_BYTES)
+        self._reader = (
+            LocalReader()
+            if group.cp_size == 1
+            else FullViewReader(group, self._pool, self._scratch)
+        )
+
+    def forward(self, batch: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:
+        """This rank's hidden states [t, hidden] of a batch, and what they are of: i64[t, 2],
+        request and position. Collective."""
+        kv = ForwardKV.build(
+            self._pool,
+            self._layout,
+            self._group,
+            self._reader,
+            [BatchSpan(self._pages[s.request], s.start, s.stop - s.start) for s in batch],
+            self._split,
+            scratch=self._scratch,
+            dtype=self._transformer.dtype,
+        )
+        new = [token for s in batch for token in s.tokens_of(self._requests)]
         tokens = torch.tensor(new, dtype=torch.int64)[kv.token_indices]
-        hidden = transformer.forward(tokens, kv.positions, kv)
+        hidden = self._transformer.forward(tokens, kv.positions, kv)
         owners = torch.empty_like(kv.positions)
         for span, local in zip(batch, kv.requests, strict=True):
             owners[local.start : local.stop] = span.request
-        rows = torch.stack([owners, kv.positions], dim=1)
-        parts.append(
-            ComputedRows(
-                rows, transformer.logits(hidden), *recorded.take(transformer.config, len(rows))
-            )
-        )
-    return ComputedRows.merged(parts)
+        return hidden, torch.stack([owners, kv.positions], dim=1)
 
 
 def _pool_spec(config: ModelConfig, page_size: int) -> KVPoolSpec:
