@@ -182,14 +182,21 @@ def run(spec: RunSpec, index: int) -> None:
         if not ready and not worker.engine.has_work and worker.replay is None:
             worker.engine.check_invariants()
         for socket in ready:
-            try:
-                if socket is worker.door:
-                    worker.handle(TO_DECODE.decode(worker.door.recv_multipart()[-1]))
-                else:
-                    worker.on_server(FROM_SERVER.decode(worker.server.recv()))
-            except HandshakeError:
-                raise  # this worker serves no one it does not fit
-            except ProtocolError as error:
-                logger.error("message refused: %s", error)
+            _drain(worker, socket)
         if worker.engine.has_work:
             worker.engine.step()
+
+
+def _drain(worker: DecodeWorker, socket: zmq.Socket[bytes]) -> None:
+    """Take all that has come, so that offers and conclusions never wait for a step each."""
+    while socket.poll(0):
+        frames = socket.recv_multipart()
+        try:
+            if socket is worker.door:
+                worker.handle(TO_DECODE.decode(frames[-1]))
+            else:
+                worker.on_server(FROM_SERVER.decode(frames[-1]))
+        except HandshakeError:
+            raise  # this worker serves no one it does not fit
+        except ProtocolError as error:
+            logger.error("message refused: %s", error)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -104,8 +105,8 @@ class RankWorker:
         if self._sender is not None:
             self._sender.on_decode(DECODE_TO_RANK.decode(data))
 
-    def idle(self) -> None:
-        """Nothing came for a while: repeat what is unacknowledged, check the books."""
+    def look_after_transfers(self) -> None:
+        """Repeat what decode has not acknowledged, and check the books. Once in a while."""
         if self._sender is not None:
             self._sender.resend()
             self._sender.check_invariants()
@@ -253,12 +254,20 @@ def run(spec: RunSpec, rank: int) -> None:
     worker = RankWorker(spec, model, transformer, make_group(spec, rank), zmq.Context.instance())
     worker.controller.send(encode(RankReady(rank=rank)))
     report(spec, f"rank-{rank}", ready=True)
+    next_look_seconds = time.monotonic() + RESEND_SECONDS
     while True:
         sockets = [worker.controller] + ([worker.decode] if worker.decode is not None else [])
-        ready, _, _ = zmq.select(sockets, [], [], timeout=RESEND_SECONDS)
-        if not ready:
-            worker.idle()
+        wait_seconds = max(0.0, next_look_seconds - time.monotonic())
+        ready, _, _ = zmq.select(sockets, [], [], timeout=wait_seconds)
+        if time.monotonic() >= next_look_seconds:
+            worker.look_after_transfers()
+            next_look_seconds = time.monotonic() + RESEND_SECONDS
         if worker.decode is not None and worker.decode in ready:
-            worker.on_decode(worker.decode.recv())
+            try:
+                worker.on_decode(worker.decode.recv())
+            except ProtocolError as error:
+                logger.error("message of decode refused: %s", error)
         if worker.controller in ready:
+            # A message of the controller that cannot be obeyed ends the rank: the other ranks
+            # were given the same, and a batch that one of them skips would hang all.
             worker.handle(TO_RANK.decode(worker.controller.recv()))
