@@ -92,14 +92,16 @@ class ModelConfig:
             )
         config = _read_json(directory / "config.json")
         generation = directory / "generation_config.json"
-        end_tokens = _read_json(generation).get("eos_token_id") if generation.exists() else None
-        return cls.from_dict(
-            config, config.get("eos_token_id") if end_tokens is None else end_tokens
-        )
+        return cls.from_dict(config, _read_json(generation) if generation.exists() else {})
 
     @classmethod
-    def from_dict(cls, config: Mapping[str, Any], eos_token_id: Any = None) -> ModelConfig:
-        """The config of a parsed config.json. Raises ConfigError as `from_directory` does."""
+    def from_dict(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any] | None = None
+    ) -> ModelConfig:
+        """The config of a parsed config.json, and generation_config.json where there is one.
+
+        Raises ConfigError as `from_directory` does.
+        """
         model_type = config.get("model_type")
         if model_type not in _ARCHITECTURES:
             raise ConfigError(
@@ -125,7 +127,7 @@ class ModelConfig:
             rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
             rope=rope_parameters(config),
             context_length=integer(config, "max_position_embeddings"),
-            eos_token_ids=_token_ids(eos_token_id),
+            eos_token_ids=_end_tokens(config, generation or {}),
         )
         _check_consistent(parsed)
         return parsed
@@ -213,7 +215,9 @@ def _sparse_mlp_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ..
     return tuple(kind == "sparse" for kind in types)
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
+    value = generation.get("eos_token_id")
+    value = config.get("eos_token_id") if value is None else value
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
