@@ -74,14 +74,16 @@ def shared_pools(group: CPGroup, spec: KVPoolSpec, physical_pages: int, name: st
     """A poisoned pool on each rank, mapped by all; no segment keeps its name."""
     nbytes = spec.pool_bytes(physical_pages)
     own = SharedMemoryBuffer.create(f"{name}-{group.cp_rank}", nbytes)
-    own.tensor.fill_(POISON)
-    group.barrier()
-    buffers = [
-        own if rank == group.cp_rank else SharedMemoryBuffer.attach(f"{name}-{rank}", nbytes)
-        for rank in range(group.cp_size)
-    ]
-    group.barrier()
-    own.unlink()
+    try:
+        own.tensor.fill_(POISON)
+        group.barrier()
+        buffers = [
+            own if rank == group.cp_rank else SharedMemoryBuffer.attach(f"{name}-{rank}", nbytes)
+            for rank in range(group.cp_size)
+        ]
+        group.barrier()
+    finally:
+        own.unlink()
     return [KVPool(spec, physical_pages, buffer) for buffer in buffers]
 
 
@@ -151,12 +153,18 @@ class Truth:
 def check_story(
     context: RankContext, shape: dict[str, Any], story: list[list[dict[str, Any]]]
 ) -> dict[str, int]:
+    """`run_story` for a rank process; returns how much was compared and computed."""
+    run = run_story(context.group, shape, story)
+    return {"rows": run.rows_checked, "tokens": run.tokens_computed}
+
+
+def run_story(group: CPGroup, shape: dict[str, Any], story: list[list[dict[str, Any]]]) -> Run:
     """Run the batches of a story in every mode; each read must give the bytes once written."""
-    run = Run(context.group, msgspec.convert(shape, Shape))
+    run = Run(group, msgspec.convert(shape, Shape))
     for batch in story:
         run.forward(batch)
     run.check_pools()
-    return {"rows": run.rows_checked, "tokens": run.tokens_computed}
+    return run
 
 
 def check_wrong_byte(
@@ -196,13 +204,15 @@ class Run:
 
     def forward(self, batch: list[dict[str, Any]]) -> None:
         spans = [
-            BatchSpan(LogicalPages(np.array(s["pages"])), s["prefix_len"], s["new_len"])
+            BatchSpan(LogicalPages(np.array(s["pages"], np.int64)), s["prefix_len"], s["new_len"])
             for s in batch
         ]
         self.forwards += 1
         kvs = {name: self.build(mode, spans) for name, mode in self.modes.items()}
         locs = [torch.from_numpy(self.locs(span)) for span in spans]
-        new_locs = torch.cat([i[s.prefix_len :] for i, s in zip(locs, spans, strict=True)])
+        none = torch.empty(0, dtype=torch.int64)
+        new = [its_locs[span.prefix_len :] for its_locs, span in zip(locs, spans, strict=True)]
+        new_locs = torch.cat([none, *new])
         mismatches: list[str] = []
         for layer in range(NUM_LAYERS):
             computed = self.truth.compute(self.forwards, layer, new_locs)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -76,21 +76,26 @@ def long_story(page_size: int, free: npt.NDArray[np.int64]) -> list[list[dict[st
     return batches
 
 
-def shape(
-    split: str,
-    page_size: int,
-    stripe_pages: int = 1,
-    physical_pages: int = PHYSICAL_PAGES,
-    index_sections: Sequence[int] = (12,),
-) -> dict[str, Any]:
-    return {
-        "name": f"cpkv-test-{uuid.uuid4().hex}",
-        "page_size": page_size,
-        "stripe_pages": stripe_pages,
-        "physical_pages": physical_pages,
-        "split": split,
-        "index_sections": index_sections,
-    }
+class MakeShape(Protocol):
+    def __call__(self, split: str, page_size: int, **others: object) -> dict[str, object]: ...
+
+
+@pytest.fixture
+def make_shape() -> Iterator[MakeShape]:
+    """The shape of a test's pools; their segments are gone after it even if a rank was killed."""
+    name = f"cpkv-test-{uuid.uuid4().hex}"
+
+    def make(split: str, page_size: int, **others: object) -> dict[str, object]:
+        defaults = {
+            "stripe_pages": 1,
+            "physical_pages": PHYSICAL_PAGES,
+            "index_sections": [12],
+        }
+        return {"name": name, "split": split, "page_size": page_size, **defaults, **others}
+
+    yield make
+    for segment in Path("/dev/shm").glob(f"{name}-*"):
+        segment.unlink()
 
 
 @pytest.mark.parametrize(("page_size", "stripe_pages", "index_sections"), SHAPES)
@@ -98,6 +103,7 @@ def shape(
 @pytest.mark.parametrize("cp_size", [1, 2, 4])
 def test_every_read_gives_the_bytes_once_written(
     rank_pool: RankPool,
+    make_shape: MakeShape,
     cp_size: int,
     split: str,
     page_size: int,
@@ -108,7 +114,9 @@ def test_every_read_gives_the_bytes_once_written(
     results = rank_pool.run(
         f"{RANKS_FILE}:check_story",
         size=cp_size,
-        shape=shape(split, page_size, stripe_pages, index_sections=index_sections),
+        shape=make_shape(
+            split, page_size, stripe_pages=stripe_pages, index_sections=index_sections
+        ),
         story=story,
     )
     computed = sum(result["tokens"] for result in results)
@@ -118,7 +126,7 @@ def test_every_read_gives_the_bytes_once_written(
 
 @pytest.mark.parametrize("split", SPLITS)
 def test_pages_of_one_owner_alone_are_read_in_several_rounds(
-    rank_pool: RankPool, split: str
+    rank_pool: RankPool, make_shape: MakeShape, split: str
 ) -> None:
     physical_pages = 2 * PAGES_PER_ROUND + 3
     by_owner = np.arange(4 * physical_pages).reshape(-1, 4).T.reshape(-1) + 1
@@ -131,19 +139,21 @@ def test_pages_of_one_owner_alone_are_read_in_several_rounds(
     ]
     rank_pool.run(
         f"{RANKS_FILE}:check_story",
-        shape=shape(split, page_size=2, physical_pages=physical_pages),
+        shape=make_shape(split, page_size=2, physical_pages=physical_pages),
         story=batches,
     )
 
 
 @pytest.mark.parametrize("kind", ["latent", "index"])
 @pytest.mark.parametrize("mode", ["pull", "full_view", "replicated"])
-def test_one_wrong_byte_in_a_page_is_seen(rank_pool: RankPool, mode: str, kind: str) -> None:
+def test_one_wrong_byte_in_a_page_is_seen(
+    rank_pool: RankPool, make_shape: MakeShape, mode: str, kind: str
+) -> None:
     story = Story(4, shuffled(4 * PHYSICAL_PAGES, seed=5))
     batches = [[story.span("a", 10)], [story.span("a", 7)]]
     notices = rank_pool.run(
         f"{RANKS_FILE}:check_wrong_byte",
-        shape=shape("round-robin-split", page_size=4),
+        shape=make_shape("round-robin-split", page_size=4),
         story=batches,
         mode=mode,
         kind=kind,
