@@ -49,17 +49,18 @@ class RequestLimits:
         prompt and output.
         """
         total = prompt_tokens + (1 if max_tokens is None else max_tokens)
-        in_the_way = [(limit, name) for limit, name in self._total_limits if total > limit]
+        in_the_way = [(limit, name, total) for limit, name in self._total_limits if total > limit]
         if prompt_tokens > self._prompt_limit:
-            in_the_way.append((self._prompt_limit, "logical KV capacity of the prefill group"))
+            prompt_limit = (self._prompt_limit, "logical KV capacity of the prefill group")
+            in_the_way.insert(0, (*prompt_limit, prompt_tokens))
         if in_the_way:
-            limit, name = min(in_the_way)
+            limit, name, value = min(in_the_way, key=lambda way: way[0])
             output = "one output token" if max_tokens is None else f"max_tokens {max_tokens}"
             raise RequestTooLongError(
                 f"a prompt of {prompt_tokens} tokens with {output} is too long",
                 limit=limit,
                 limit_name=name,
-                value=prompt_tokens if limit == self._prompt_limit else total,
+                value=value,
             )
         if max_tokens is not None:
             return max_tokens

@@ -78,6 +78,7 @@ class FakeEngine:
     def reset(self) -> None:
         self.output = list(b"the answer")
         self.tokens_per_chunk = 1
+        self.eos_token_id = EOS
         self.cached_tokens = 0
         self.refusal: EngineRefusal | None = None
         self.refuse_after_tokens = 0
@@ -117,9 +118,9 @@ class FakeEngine:
 
     def _script(self, request: GenerateRequest):
         output = self.output[: request.max_tokens]
-        stopped = EOS in output and not request.ignore_eos
+        stopped = self.eos_token_id in output and not request.ignore_eos
         if stopped:
-            output = output[: output.index(EOS) + 1]
+            output = output[: output.index(self.eos_token_id) + 1]
         size = self.tokens_per_chunk
         pieces = [output[i : i + size] for i in range(0, len(output), size)]
         for piece in pieces[:-1]:
@@ -260,12 +261,12 @@ def client(shared_client: openai.OpenAI, engine: FakeEngine) -> openai.OpenAI:
 
 @pytest.fixture
 def own_server(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[LiveServer, FakeEngine]]]:
-    """For tests that stop the server or change the engine's sizes."""
+    """For tests that stop the server or change the engine's description."""
     servers: list[LiveServer] = []
 
-    def make(*, drain_seconds: int = 5, **sizes: int) -> tuple[LiveServer, FakeEngine]:
+    def make(*, drain_seconds: int = 5, **changes: object) -> tuple[LiveServer, FakeEngine]:
         engine = FakeEngine()
-        description = replace(DESCRIPTION, **sizes)
+        description = replace(DESCRIPTION, **changes)
         servers.append(start_server(engine, tokenizer, description, drain_seconds))
         return servers[-1], engine
 

@@ -28,6 +28,17 @@ def test_the_answer_comes_before_the_body_is_sent(server):
         assert b" 413 " in connection.recv(65536)
 
 
+def test_a_client_that_sends_everything_before_it_reads_gets_the_answer_too(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=10) as connection:
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 52428800\r\n\r\n"
+        connection.sendall(head + b"x" * 52428800)
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+    assert b" 413 " in received.splitlines()[0]
+    assert received.endswith(b'"code":"body_too_large"}}')
+
+
 def test_a_body_of_undeclared_length_is_refused_once_it_is_too_long(server):
     def pieces():
         for _ in range(50):

@@ -92,6 +92,17 @@ def test_the_stopping_token_is_counted_but_not_shown(client, engine, stream):
     assert chunks[-1].usage.completion_tokens == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stopping_token_that_is_ordinary_text_is_not_shown_either(own_server, stream):
+    server, engine = own_server(eos_token_ids=(ord("!"),))
+    engine.output, engine.eos_token_id = list(b"stop!never"), ord("!")
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused") as client:
+        answer = client.completions.create(model="fake-model", prompt="x", stream=stream)
+        choices = [c.choices[0] for c in (answer if stream else [answer])]
+    assert "".join(choice.text for choice in choices) == "stop"
+    assert choices[-1].finish_reason == "stop"
+
+
 def test_ignore_eos_reaches_the_engine_and_the_text_goes_on(client, engine):
     engine.output = [*b"ab", EOS, *b"cd"]
     answer = client.completions.create(

@@ -20,14 +20,14 @@ def pieces(tokenizer: Tokenizer, chunks: list[list[int]]) -> list[str]:
 
 
 @given(st.lists(st.lists(AWKWARD_BYTES | st.integers(0, 259), max_size=5), max_size=20))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_pieces_add_up_to_the_whole_text(tokenizer, chunks):
     whole = tokenizer.decode([token for chunk in chunks for token in chunk])
     assert "".join(pieces(tokenizer, chunks)) == whole
 
 
 @given(st.text(max_size=30))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_valid_text_never_shows_a_replacement_character_and_is_never_late(tokenizer, text):
     text = text.replace("\ufffd", "")
     decoder = StreamDecoder(tokenizer)

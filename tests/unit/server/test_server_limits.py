@@ -47,6 +47,7 @@ def test_the_prefill_group_holds_the_prompt_alone():
     [
         ({}, 513, 1, 512, "logical KV capacity of the prefill group"),
         ({}, 2000, 1, 512, "logical KV capacity of the prefill group"),
+        ({"decode_tokens": 512}, 513, 1, 512, "logical KV capacity of the prefill group"),
         ({}, 512, 257, 768, "KV capacity of the decode worker"),
         ({"decode_tokens": 4096}, 512, 513, 1024, "context length"),
         ({"context_length": 300}, 300, None, 300, "context length"),
