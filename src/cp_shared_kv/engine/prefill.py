@@ -74,6 +74,7 @@ class PrefillController:
             self._pool,
             group_ranks=limits.cp_size,
             chunk_tokens=config.chunked_prefill_size,
+            max_prefix_pages=limits.max_prefix_pages,
             epoch=epoch,
         )
         self._done: dict[int, BatchDone] = {}
@@ -192,7 +193,8 @@ class PrefillController:
         self._scratch_bytes[message.rank] = message.scratch_bytes
         if len(self._done) < self._cp_size:
             return
-        finished = {r.room for r in self.scheduler.batch_done(message.batch_id)}
+        completed, gone = self.scheduler.batch_done(message.batch_id)
+        finished = {r.room for r in completed}
         for done in self._done.values():
             for token in done.tokens:
                 if token.room in finished:
@@ -205,6 +207,8 @@ class PrefillController:
                         )
                     )
         self._done.clear()
+        for request in gone:
+            self._refuse_stopped(request)
 
     def _room_concluded(self, message: RoomConcluded) -> None:
         self._sent_pages[message.rank] += message.pages
@@ -212,12 +216,15 @@ class PrefillController:
         self._sent_bytes[message.rank] += message.bytes
         reports = self._transfers.setdefault(message.room, {})
         reports[message.rank] = message
+        request = self.scheduler.get(message.room)
+        if message.failure is not None and request is not None and request.failure is None:
+            self._abort(message.room, message.failure)  # without this rank's part all is in vain
         request = self.scheduler.concluded(message.room, message.rank)
         if len(reports) == self._cp_size:
             del self._transfers[message.room]
             self._log_transfer(reports)
-        if request is not None and request.failure is not None:
-            self._refuse(request.room, request.failure)
+        if request is not None:
+            self._refuse_stopped(request)
 
     def _log_transfer(self, reports: dict[int, RoomConcluded]) -> None:
         for rank in sorted(reports):
@@ -281,6 +288,10 @@ class PrefillController:
     def _refuse(self, room: int, reason: str) -> None:
         self._failed_rooms += 1
         self._to_server(RoomRefused(room=room, kind="failed", reason=reason))
+
+    def _refuse_stopped(self, request: PrefillRequest) -> None:
+        if request.failure is not None:
+            self._refuse(request.room, request.failure)
 
     def _record(self, message: OpenRoom | Batch) -> None:
         if self._log is not None:

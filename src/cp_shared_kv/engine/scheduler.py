@@ -22,16 +22,25 @@ from cp_shared_kv.transfer.messages import OpenRoom
 class PrefillScheduler:
     """Queue, admission and chunking of one prefill group.
 
-    `group_ranks` conclude each room; `chunk_tokens` is the most new tokens a batch computes.
+    `group_ranks` conclude each room. A batch computes at most `chunk_tokens` new tokens, on top
+    of at most `max_prefix_pages` prefix pages, which is what the ranks' scratch holds; one
+    request alone may always run.
     """
 
     def __init__(
-        self, pool: LogicalPool, *, group_ranks: int, chunk_tokens: int, epoch: int
+        self,
+        pool: LogicalPool,
+        *,
+        group_ranks: int,
+        chunk_tokens: int,
+        max_prefix_pages: int,
+        epoch: int,
     ) -> None:
         self.pool = pool
         self.epoch = epoch
         self._ranks = set(range(group_ranks))
         self._chunk_tokens = chunk_tokens
+        self._max_prefix_pages = max_prefix_pages
         self._requests: dict[int, PrefillRequest] = {}
         self._admission_queue: list[int] = []
         self._prefilling: list[int] = []
@@ -58,25 +67,31 @@ class PrefillScheduler:
         request.stage = Stage.RESERVED
         self._admission_queue.append(request.room)
 
-    def batch_done(self, batch_id: int) -> list[PrefillRequest]:
-        """Book the batch in flight as computed on every rank; returns the prompts it finished."""
+    def batch_done(self, batch_id: int) -> tuple[list[PrefillRequest], list[PrefillRequest]]:
+        """Book the batch in flight as computed on every rank.
+
+        Returns the prompts that it completed, and the requests that are gone with it because
+        every rank had concluded them before.
+        """
         batch = self._in_flight
         if batch is None or batch.batch_id != batch_id:
             raise InvariantError("a batch finished that is not in flight", value=batch_id)
         self._in_flight = None
-        finished: list[PrefillRequest] = []
+        completed: list[PrefillRequest] = []
+        gone: list[PrefillRequest] = []
         for part in batch.requests:
             request = self._requests[part.room]
             request.computed_tokens += part.new_tokens
-            if part.last:
-                request.stage = Stage.SENDING
-                self._prefilling.remove(part.room)
+            if not part.last and request.failure is None:
+                continue
+            self._prefilling.remove(part.room)
+            request.stage = Stage.SENDING
+            if request.failure is None:
                 self._publish(request)
-                finished.append(request)
-            elif request.failure is not None:
-                self._prefilling.remove(part.room)
-                request.stage = Stage.SENDING
-        return finished
+                completed.append(request)
+            if self._finish_if_quiet(request) is not None:
+                gone.append(request)
+        return completed, gone
 
     def concluded(self, room: int, rank: int) -> PrefillRequest | None:
         """A rank will touch the room's pages no more; returns the request once all N have."""
@@ -89,8 +104,8 @@ class PrefillScheduler:
     def abort(self, room: int, reason: str) -> PrefillRequest | None:
         """Stop a request wherever it is.
 
-        Returns it if no rank has heard of it: then it is already gone. Otherwise the caller
-        tells the ranks, and it goes when all of them have concluded.
+        Returns it if it is gone at once, because no rank has it open. Otherwise the caller tells
+        the ranks, and it goes when all of them have concluded.
         """
         request = self._requests.get(room)
         if request is None:
@@ -106,40 +121,33 @@ class PrefillScheduler:
         if request.stage is Stage.PREFILLING and not in_flight:
             self._prefilling.remove(room)
             request.stage = Stage.SENDING
-        return None
+        return self._finish_if_quiet(request)
 
     # What goes out ---------------------------------------------------------------------------
 
     def next_batch(self) -> tuple[Batch, list[PrefillRequest]] | None:
         """The next forward pass and the requests it admits, or None while there is none to run.
 
-        One batch is in flight at a time. Running requests come first, then admissions.
+        One batch is in flight at a time. Running requests come first, then admissions; nobody is
+        admitted past one that has to wait.
         """
         if self._in_flight is not None:
             return None
-        budget = self._chunk_tokens
-        chosen: list[tuple[PrefillRequest, int]] = []
+        share = _BatchShare(self._chunk_tokens, self._max_prefix_pages)
         for room in self._prefilling:
-            if budget == 0:
-                break
-            request = self._requests[room]
-            take = min(budget, request.remaining_tokens)
-            chosen.append((request, take))
-            budget -= take
+            self._choose(self._requests[room], share)
         admitted: list[PrefillRequest] = []
-        while budget and self._admission_queue:
+        while self._admission_queue and share.takes_all_of(self._prefilling):
             request = self._requests[self._admission_queue[0]]
             if not self._admit(request):
                 break
             self._admission_queue.pop(0)
             self._prefilling.append(request.room)
             admitted.append(request)
-            take = min(budget, request.remaining_tokens)
-            chosen.append((request, take))
-            budget -= take
-        if not chosen:
+            self._choose(request, share)
+        if not share.chosen:
             return None
-        batch = self._build(chosen)
+        batch = self._build(share.chosen)
         self._in_flight = batch
         return batch, admitted
 
@@ -200,6 +208,11 @@ class PrefillScheduler:
         self.cached_tokens_total += request.cached_tokens
         return True
 
+    def _choose(self, request: PrefillRequest, share: _BatchShare) -> None:
+        assert request.logical_pages is not None
+        prefix_pages = -(-request.computed_tokens // self.pool.page_size)
+        share.offer(request, request.logical_pages[:prefix_pages])
+
     def _build(self, chosen: list[tuple[PrefillRequest, int]]) -> Batch:
         page_size = self.pool.page_size
         parts: list[BatchRequest] = []
@@ -242,7 +255,38 @@ class PrefillScheduler:
     def _finish_if_quiet(self, request: PrefillRequest) -> PrefillRequest | None:
         if request.stage is not Stage.SENDING or request.concluded_ranks != self._ranks:
             return None
-        if request.remaining_tokens:
-            self._publish(request)  # stopped early: what was computed still serves the next prompt
+        self._publish(request)  # stopped early: what was computed still serves the next prompt
         self.pool.release(request.room)
         return self._requests.pop(request.room)
+
+
+class _BatchShare:
+    """Who takes part in one batch, with how many new tokens, while tokens and scratch last."""
+
+    def __init__(self, chunk_tokens: int, max_prefix_pages: int) -> None:
+        self.chosen: list[tuple[PrefillRequest, int]] = []
+        self._tokens_left = chunk_tokens
+        self._max_prefix_pages = max_prefix_pages
+        self._prefixes: list[npt.NDArray[np.int64]] = []
+
+    def takes_all_of(self, rooms: list[int]) -> bool:
+        """Whether nobody had to wait so far and there are tokens for one more."""
+        return len(self.chosen) == len(rooms) and self._tokens_left > 0
+
+    def offer(self, request: PrefillRequest, prefix_pages: npt.NDArray[np.int64]) -> None:
+        """Take as much of a request as fits; nothing if its prefix would overflow scratch."""
+        if not self._tokens_left or not self._holds(prefix_pages):
+            return
+        self._prefixes.append(prefix_pages)
+        take = min(self._tokens_left, request.remaining_tokens)
+        self._tokens_left -= take
+        self.chosen.append((request, take))
+
+    def _holds(self, prefix_pages: npt.NDArray[np.int64]) -> bool:
+        if not self.chosen:
+            return True
+        together = [*self._prefixes, prefix_pages]
+        if sum(map(len, together)) <= self._max_prefix_pages:
+            return True
+        # Pages that several prefixes share lie in scratch once. Sorted only when it matters.
+        return len(np.unique(np.concatenate(together))) <= self._max_prefix_pages
