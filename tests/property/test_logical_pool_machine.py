@@ -312,7 +312,7 @@ class LogicalPoolMachine(RuleBasedStateMachine):
 
 TestLogicalPoolMachine = LogicalPoolMachine.TestCase
 TestLogicalPoolMachine.settings = settings(
-    max_examples=150,
+    max_examples=90,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

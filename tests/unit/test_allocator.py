@@ -53,6 +53,13 @@ class TestDraw:
         free.free(held[:1])
         assert owners(free.draw(1), 3) == [0]
 
+    def test_ties_go_round_from_the_owner_of_the_requests_first_page(self) -> None:
+        free = allocator(4, 3)
+        free.draw(2)
+        request = free.draw(2)
+        assert owners(request, 3) == [2, 0]
+        assert owners(free.draw(5, request), 3) == [1, 2, 0, 1, 2]
+
     def test_what_an_earlier_draw_left_uneven_the_next_one_makes_up_for(self) -> None:
         free = allocator(4, 2)
         everything = free.draw(8)

@@ -317,12 +317,13 @@ def test_clear_keeps_what_open_rooms_hold() -> None:
     assert pool.available_pages == pool.total_pages
 
 
-def test_evict_returns_how_many_pages_came_free() -> None:
+def test_evict_returns_and_counts_the_pages_that_came_free() -> None:
     pool = make_pool()
     run(pool, 1, keys(1, 2, 3, 4))
     assert pool.evict(3) == 3
     assert pool.evict(3) == 1
     assert pool.evict(3) == 0
+    assert pool.evicted_pages_total == 4
 
 
 def test_any_order_of_admissions_and_ends_returns_every_page() -> None:
