@@ -101,10 +101,23 @@ class PrefillController:
                 self._to_server(self._stats(message.ticket))
 
     def _submit(self, message: Submit) -> None:
+        if self.scheduler.get(message.room) is not None:
+            raise ProtocolError("room is already open", value=message.room)
         try:
             check_int64("token_ids", message.token_ids, at_least=0, at_most=self._vocab_size - 1)
+            if message.max_tokens < 1:
+                raise ValueError(f"max_tokens is {message.max_tokens}; allowed: 1 or more")
+            offer = Offer(
+                epoch=self._epoch,
+                peer_epoch=self._decode_epoch,
+                room=message.room,
+                token_ids=message.token_ids,
+                max_tokens=message.max_tokens,
+                sampling=message.sampling,
+            )
         except ValueError as error:
-            raise ProtocolError(str(error)) from error
+            self._refuse(message.room, str(error))
+            return
         tokens = unpack_int64(message.token_ids)
         needed = len(tokens) + message.max_tokens
         limits = self._limits
@@ -134,16 +147,7 @@ class PrefillController:
                 page_keys=page_keys(tokens, limits.page_size),
             )
         )
-        self._to_decode(
-            Offer(
-                epoch=self._epoch,
-                peer_epoch=self._decode_epoch,
-                room=message.room,
-                token_ids=message.token_ids,
-                max_tokens=message.max_tokens,
-                sampling=message.sampling,
-            )
-        )
+        self._to_decode(offer)
 
     # From decode ------------------------------------------------------------------------------
 
@@ -154,11 +158,11 @@ class PrefillController:
         match message:
             case Reserve():
                 self._reserved(message)
-            case Declined():
-                self.scheduler.abort(message.room, message.reason)
-                self._refuse(message.room, message.reason)
-            case AbortRoom():
-                self._abort(message.room, message.reason)
+            case Declined() | AbortRoom():
+                if self.scheduler.get(message.room) is None:
+                    self._withdraw(message.room, "prefill has nothing to do with it any more")
+                else:
+                    self._abort(message.room, message.reason)
             case Released():
                 pass  # the ranks' own conclusions already released the prefill pages
 
@@ -167,8 +171,10 @@ class PrefillController:
         if request is None:
             self._withdraw(message.room, "it was aborted before it began")
             return
-        self.scheduler.reserved(
-            OpenRoom(
+        try:
+            # A reservation that no rank could use stops here, not at all of them.
+            message.reservation(self._limits.decode_capacity.physical_pages)
+            opened = OpenRoom(
                 epoch=self._epoch,
                 room=message.room,
                 decode_epoch=self._decode_epoch,
@@ -176,12 +182,21 @@ class PrefillController:
                 physical_pages=message.physical_pages,
                 total_positions=-(-request.prompt_tokens // self._limits.page_size),
             )
-        )
+        except ValueError as error:
+            self._abort(message.room, f"decode's reservation is malformed: {error}")
+            return
+        self.scheduler.reserved(opened)
 
     # From the ranks ---------------------------------------------------------------------------
 
     def on_rank(self, message: BatchDone | RoomConcluded) -> None:
         """A rank finished a batch, or its part of a transfer."""
+        if not 0 <= message.rank < self._cp_size:
+            raise ProtocolError(
+                "message of a rank that does not exist",
+                value=message.rank,
+                allowed=f"0 to {self._cp_size - 1}",
+            )
         match message:
             case BatchDone():
                 self._batch_done(message)

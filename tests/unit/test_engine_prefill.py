@@ -1,0 +1,627 @@
+"""The prefill controller: whom it tells what, with its sends recorded and no process started."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.engine.messages import (
+    Admitted,
+    BatchDone,
+    Cancel,
+    PrefillStats,
+    RoomConcluded,
+    RoomRefused,
+    RoomToken,
+    StatsRequest,
+    Submit,
+)
+from cp_shared_kv.engine.prefill import PrefillController
+from cp_shared_kv.engine.recording import read_messages
+from cp_shared_kv.engine.run_spec import PageLayout, RunSpec
+from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.transfer.codec import pack_int64
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Declined,
+    FirstToken,
+    Offer,
+    OpenRoom,
+    Released,
+    Reserve,
+    SamplingParams,
+    Withdrawn,
+)
+
+EPOCH, DECODE_EPOCH = 100, 200
+PAGE_SIZE, CP_SIZE, VOCAB = 4, 2, 50
+FROM_DECODE: dict[str, Any] = {"epoch": DECODE_EPOCH, "peer_epoch": EPOCH}
+TO_DECODE: dict[str, Any] = {"epoch": EPOCH, "peer_epoch": DECODE_EPOCH}
+End = Literal["server", "ranks", "decode"]
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def run_spec(record: Path | None = None) -> RunSpec:
+    config = EngineConfig(
+        model_path=Path("/models/tiny"),
+        page_size=PAGE_SIZE,
+        chunked_prefill_size=8,
+        attention_context_parallel_size=CP_SIZE,
+        enable_nsa_prefill_context_parallel=True,
+        enable_nsa_prefill_cp_shared_kv=True,
+        record_batches=record,
+    )
+    return RunSpec(
+        run_id="test",
+        run_dir="/nowhere",
+        config=config.as_plain(),
+        limits=EngineLimits(
+            page_size=PAGE_SIZE,
+            cp_size=CP_SIZE,
+            shared=True,
+            physical_tokens_per_rank=20,
+            decode_tokens=48,
+            context_length=44,
+            scratch_limit_bytes=0,
+            max_prefix_pages=10,
+            pool_bytes_per_rank=0,
+            decode_pool_bytes=0,
+        ),
+        page_layout=PageLayout(
+            latent_format="l", index_format="i", num_layers=1, index_layers=(), bytes_per_page=1
+        ),
+        model_fingerprint="m",
+        vocab_size=VOCAB,
+        eos_token_ids=(0,),
+    )
+
+
+class Controller:
+    """A controller of two ranks; what it sends is kept in order, with its receiver."""
+
+    def __init__(self, record: Path | None = None) -> None:
+        self.sent: list[tuple[End, msgspec.Struct]] = []
+        self.controller = PrefillController(
+            run_spec(record),
+            epoch=EPOCH,
+            decode_epoch=DECODE_EPOCH,
+            to_server=lambda message: self.sent.append(("server", message)),
+            to_ranks=lambda message: self.sent.append(("ranks", message)),
+            to_decode=lambda message: self.sent.append(("decode", message)),
+        )
+
+    def take(self) -> list[tuple[End, msgspec.Struct]]:
+        """What was sent since the last call."""
+        taken, self.sent = self.sent, []
+        self.controller.scheduler.check_invariants()
+        return taken
+
+    def taken(self, kind: type[M]) -> list[M]:
+        return [message for _, message in self.take() if isinstance(message, kind)]
+
+    def submit(self, room: int, tokens: int = 6, max_tokens: int = 3, first: int = 1) -> None:
+        self.controller.on_server(
+            Submit(
+                room=room,
+                token_ids=pack_int64(np.arange(first, first + tokens)),
+                max_tokens=max_tokens,
+                sampling=SamplingParams(),
+            )
+        )
+
+    def reserve(self, room: int, pages: int = 2, first_position: int = 0) -> None:
+        self.controller.on_decode(
+            Reserve(
+                **FROM_DECODE,
+                room=room,
+                first_position=first_position,
+                physical_pages=pack_int64(np.arange(1, 1 + pages)),
+            )
+        )
+
+    def start(self, room: int, tokens: int = 6) -> Batch:
+        """Bring a room into its first forward pass."""
+        self.submit(room, tokens)
+        self.reserve(room, -(-tokens // PAGE_SIZE))
+        return self.step()
+
+    def step(self) -> Batch:
+        assert self.controller.step()
+        batch = self.sent[-1][1]
+        assert isinstance(batch, Batch)
+        return batch
+
+    def done(self, batch: Batch, rank: int, *tokens: tuple[int, int]) -> None:
+        self.controller.on_rank(
+            BatchDone(
+                rank=rank,
+                batch_id=batch.batch_id,
+                tokens=[RoomToken(room=room, token_id=token) for room, token in tokens],
+                scratch_bytes=10 * (rank + 1),
+            )
+        )
+
+    def conclude(self, room: int, rank: int, failure: str | None = None) -> None:
+        self.controller.on_rank(
+            RoomConcluded(
+                rank=rank,
+                room=room,
+                pages=rank + 1,
+                descriptors=3,
+                bytes=100 + rank,
+                failure=failure,
+            )
+        )
+
+    def cancel(self, room: int) -> None:
+        self.controller.on_server(Cancel(room=room))
+
+    def stats(self) -> PrefillStats:
+        self.controller.on_server(StatsRequest(ticket=5))
+        (stats,) = self.taken(PrefillStats)
+        return stats
+
+
+def stop(room: int, reason: str) -> AbortRoom:
+    return AbortRoom(**TO_DECODE, room=room, reason=reason)
+
+
+def withdrawn(room: int, reason: str) -> Withdrawn:
+    return Withdrawn(**TO_DECODE, room=room, reason=reason)
+
+
+def refused(room: int, reason: str) -> RoomRefused:
+    return RoomRefused(room=room, kind="failed", reason=reason)
+
+
+GONE = "the client went away"
+
+# The way of a request ----------------------------------------------------------------------------
+
+
+def test_a_prompt_is_offered_reserved_opened_and_computed_in_that_order() -> None:
+    group = Controller()
+    group.submit(1, tokens=6, max_tokens=3)
+    assert group.take() == [
+        (
+            "decode",
+            Offer(**TO_DECODE, room=1, token_ids=pack_int64(np.arange(1, 7)), max_tokens=3),
+        )
+    ]
+    assert not group.controller.step()  # not before decode has pages for it
+    group.reserve(1)
+    assert group.take() == []
+    assert group.controller.step()
+    (to_ranks, opened), (to_server, admitted), (_, batch) = group.take()
+    assert to_ranks == "ranks"
+    assert opened == OpenRoom(
+        epoch=EPOCH,
+        room=1,
+        decode_epoch=DECODE_EPOCH,
+        first_position=0,
+        physical_pages=pack_int64(np.arange(1, 3)),
+        total_positions=2,
+    )
+    assert (to_server, admitted) == ("server", Admitted(room=1, cached_tokens=0))
+    assert isinstance(batch, Batch)
+    assert batch.epoch == EPOCH
+    assert not group.controller.step()  # one batch in flight
+
+
+def test_the_first_token_is_sent_once_when_every_rank_is_done() -> None:
+    group = Controller()
+    batch = group.start(1)
+    group.take()
+    group.done(batch, 1, (1, 42))
+    assert group.take() == []
+    group.done(batch, 0)
+    assert group.take() == [("decode", FirstToken(**TO_DECODE, room=1, token_id=42))]
+    group.conclude(1, 0)
+    group.conclude(1, 1)
+    assert group.take() == []  # the rest is decode's
+
+
+def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=12)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    assert group.taken(FirstToken) == []
+    batch = group.step()
+    group.done(batch, 0, (1, 9))
+    group.done(batch, 1)
+    assert group.taken(FirstToken) == [FirstToken(**TO_DECODE, room=1, token_id=9)]
+
+
+def test_the_cached_prefix_is_told_to_the_server() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=8)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    group.start(2, tokens=9)
+    assert group.taken(Admitted) == [
+        Admitted(room=1, cached_tokens=0),
+        Admitted(room=2, cached_tokens=8),
+    ]
+
+
+def test_a_transfer_is_logged_by_rank_once_all_have_concluded(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    group = Controller()
+    batch = group.start(1)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="cp_shared_kv"):
+        group.conclude(1, 1)
+        assert caplog.messages == []
+        group.conclude(1, 0)
+    assert caplog.messages == [
+        "CP shared KV transfer: rank=0 sent pages=1 descriptors=3 bytes=100",
+        "CP shared KV transfer: rank=1 sent pages=2 descriptors=3 bytes=101",
+    ]
+
+
+def test_a_failed_rank_is_not_logged_as_having_sent(caplog: pytest.LogCaptureFixture) -> None:
+    group = Controller()
+    batch = group.start(1)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    caplog.clear()
+    with caplog.at_level(logging.INFO, logger="cp_shared_kv"):
+        group.conclude(1, 0)
+        group.conclude(1, 1, failure="the wire broke")
+    assert caplog.messages == [
+        "CP shared KV transfer: rank=0 sent pages=1 descriptors=3 bytes=100",
+        "CP shared KV transfer: rank=1 failed: the wire broke",
+    ]
+
+
+def test_the_figures_are_those_of_the_pool_and_the_ranks() -> None:
+    group = Controller()
+    stats = group.stats()
+    assert (stats.ticket, stats.available_tokens, stats.locked_tokens) == (5, 40, 0)
+    batch = group.start(1, tokens=8)
+    group.submit(2)
+    stats = group.stats()
+    assert (stats.available_tokens, stats.cached_tokens, stats.locked_tokens) == (32, 0, 8)
+    assert (stats.queued, stats.running) == (1, 1)
+    assert stats.free_pages_per_owner == [4, 4]
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+        group.conclude(1, rank)
+    stats = group.stats()
+    assert (stats.available_tokens, stats.cached_tokens, stats.locked_tokens) == (32, 8, 0)
+    assert (stats.prompt_tokens_total, stats.cached_tokens_total) == (8, 0)
+    assert stats.sent_pages_total == [1, 2]
+    assert stats.sent_descriptors_total == [3, 3]
+    assert stats.sent_bytes_total == [100, 101]
+    assert stats.scratch_bytes == [10, 20]
+    assert stats.failed_rooms_total == 0
+
+
+def test_a_recording_holds_openings_and_batches_in_the_order_of_their_sending(
+    tmp_path: Path,
+) -> None:
+    group = Controller(tmp_path)
+    for room in (1, 2):
+        group.submit(room, tokens=8, first=10 * room)
+        group.reserve(room)
+    for _ in range(2):
+        batch = group.step()
+        for rank in range(CP_SIZE):
+            group.done(batch, rank)
+    to_ranks = [message for end, message in group.take() if end == "ranks"]
+    assert [type(message) for message in to_ranks] == [OpenRoom, Batch, OpenRoom, Batch]
+    recorded = [RECORDED.decode(data) for data in read_messages(tmp_path / "prefill.messages")]
+    assert recorded == to_ranks
+
+
+# Refusals ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_tokens"),
+    [(41, 1), (40, 5), (40, 9), (1, 44)],
+    ids=["logical capacity", "context", "decode capacity", "output"],
+)
+def test_what_can_never_fit_is_refused_and_the_next_is_served(tokens: int, max_tokens: int) -> None:
+    group = Controller()
+    group.submit(1, tokens, max_tokens)
+    ((end, refusal),) = group.take()
+    assert end == "server"
+    assert isinstance(refusal, RoomRefused)
+    assert (refusal.room, refusal.kind) == (1, "too_long")
+    assert f"{tokens} prompt tokens and {max_tokens} to generate" in refusal.reason
+    for limit in ("logical_tokens=40", "decode_tokens=48", "context_length=44"):
+        assert limit in refusal.reason
+    group.submit(2, tokens=40, max_tokens=4)  # exactly what fits
+    assert [type(message) for message in group.taken(Offer)] == [Offer]
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "max_tokens", "reason"),
+    [
+        (pack_int64(np.array([1, VOCAB])), 1, "token_ids runs from 1 to 50; allowed: 0 to 49"),
+        (pack_int64(np.array([-1])), 1, "token_ids runs from -1"),
+        (b"1234567", 1, "not whole int64 values"),
+        (b"", 1, "token_ids is empty"),
+        (pack_int64(np.array([1])), 0, "max_tokens is 0; allowed: 1 or more"),
+        (pack_int64(np.array([1])), -5, "max_tokens is -5"),
+    ],
+)
+def test_a_malformed_prompt_ends_alone(token_ids: bytes, max_tokens: int, reason: str) -> None:
+    group = Controller()
+    group.controller.on_server(
+        Submit(room=1, token_ids=token_ids, max_tokens=max_tokens, sampling=SamplingParams())
+    )
+    ((end, refusal),) = group.take()
+    assert end == "server"
+    assert isinstance(refusal, RoomRefused)
+    assert (refusal.room, refusal.kind) == (1, "failed")
+    assert reason in refusal.reason
+    assert group.controller.scheduler.get(1) is None
+
+
+def test_a_room_that_is_open_is_not_harmed_by_a_second_prompt() -> None:
+    group = Controller()
+    group.submit(1)
+    group.take()
+    for max_tokens in (3, 0, 1000):
+        with pytest.raises(ProtocolError, match="already open: 1"):
+            group.submit(1, max_tokens=max_tokens)
+    assert group.take() == []
+
+
+def test_what_decode_declines_is_refused() -> None:
+    group = Controller()
+    group.submit(1)
+    group.take()
+    group.controller.on_decode(Declined(**FROM_DECODE, room=1, reason="no room, ever"))
+    assert ("server", refused(1, "no room, ever")) in group.take()
+    assert group.controller.scheduler.get(1) is None
+
+
+def test_a_room_that_decode_declines_too_late_is_refused_once() -> None:
+    group = Controller()
+    group.submit(1)
+    group.cancel(1)
+    group.controller.on_decode(Declined(**FROM_DECODE, room=1, reason="no room, ever"))
+    assert group.taken(RoomRefused) == [refused(1, GONE)]
+
+
+@pytest.mark.parametrize(
+    ("pages", "first_position", "reason"),
+    [
+        ([1, 2, 3], 0, "ends at position 3"),
+        ([1], 0, "ends at position 1"),
+        ([1, 2], 1, "ends at position 3"),
+        ([2, 2], 0, "holds a page twice"),
+        ([1, 13], 0, "outside decode's pool"),
+    ],
+)
+def test_a_malformed_reservation_ends_its_room_and_no_rank_sees_it(
+    pages: list[int], first_position: int, reason: str
+) -> None:
+    group = Controller()
+    group.submit(1)
+    group.take()
+    group.controller.on_decode(
+        Reserve(
+            **FROM_DECODE,
+            room=1,
+            first_position=first_position,
+            physical_pages=pack_int64(np.array(pages)),
+        )
+    )
+    sent = group.take()
+    assert [(end, type(message)) for end, message in sent] == [
+        ("decode", Withdrawn),
+        ("server", RoomRefused),
+    ]
+    refusal = sent[1][1]
+    assert isinstance(refusal, RoomRefused)
+    assert reason in refusal.reason
+    assert not group.controller.step()
+
+
+@pytest.mark.parametrize(
+    "life",
+    [{"epoch": DECODE_EPOCH - 1, "peer_epoch": EPOCH}, {"epoch": DECODE_EPOCH, "peer_epoch": 99}],
+    ids=["sender", "receiver"],
+)
+def test_messages_of_another_epoch_are_refused_and_change_nothing(life: dict[str, int]) -> None:
+    group = Controller()
+    group.submit(1)
+    group.take()
+    for message in (
+        Reserve(**life, room=1, first_position=0, physical_pages=pack_int64(np.arange(1, 3))),
+        Declined(**life, room=1, reason="no"),
+        AbortRoom(**life, room=1, reason="no"),
+        Released(**life, room=1),
+    ):
+        with pytest.raises(ProtocolError, match=f"another epoch: {type(message).__name__}"):
+            group.controller.on_decode(message)
+    assert group.take() == []
+    assert not group.controller.step()
+    group.reserve(1)
+    assert group.controller.step()
+
+
+@pytest.mark.parametrize("rank", [-1, CP_SIZE])
+def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
+    group = Controller()
+    batch = group.start(1)
+    with pytest.raises(ProtocolError, match="does not exist"):
+        group.done(batch, rank)
+    with pytest.raises(ProtocolError, match="does not exist"):
+        group.conclude(1, rank)
+    for real in range(CP_SIZE):
+        group.done(batch, real)
+        group.conclude(1, real)
+    assert group.controller.scheduler.get(1) is None
+
+
+# Aborts ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reserved", [False, True])
+def test_a_request_that_no_rank_has_heard_of_is_withdrawn(reserved: bool) -> None:
+    group = Controller()
+    group.submit(1)
+    if reserved:
+        group.reserve(1)
+    group.take()
+    group.cancel(1)
+    assert group.take() == [("decode", withdrawn(1, GONE)), ("server", refused(1, GONE))]
+    assert not group.controller.step()
+
+
+def test_a_reservation_that_comes_too_late_is_given_back() -> None:
+    group = Controller()
+    group.submit(1)
+    group.cancel(1)
+    group.take()
+    group.reserve(1)
+    ((end, message),) = group.take()
+    assert end == "decode"
+    assert isinstance(message, Withdrawn)
+    assert message.room == 1
+
+
+def test_a_request_in_flight_is_stopped_at_ranks_and_decode_and_refused_at_the_end() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=12)
+    group.take()
+    group.cancel(1)
+    assert group.take() == [("ranks", stop(1, GONE)), ("decode", stop(1, GONE))]
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    assert not group.controller.step()
+    group.conclude(1, 0, failure=GONE)
+    assert group.take() == []
+    group.conclude(1, 1, failure=GONE)
+    assert group.take() == [("server", refused(1, GONE))]
+
+
+def test_a_stopped_prompt_gives_no_first_token_though_its_last_chunk_was_computed() -> None:
+    group = Controller()
+    batch = group.start(1)
+    group.cancel(1)
+    group.done(batch, 0, (1, 42))
+    group.done(batch, 1)
+    assert group.taken(FirstToken) == []
+
+
+def test_a_request_between_two_batches_is_stopped_like_one_in_flight() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=12)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    group.take()
+    group.cancel(1)
+    assert group.take() == [("ranks", stop(1, GONE)), ("decode", stop(1, GONE))]
+    assert not group.controller.step()
+    for rank in range(CP_SIZE):
+        group.conclude(1, rank, failure=GONE)
+    assert group.taken(RoomRefused) == [refused(1, GONE)]
+
+
+def test_a_request_that_is_being_sent_is_stopped_until_all_have_concluded() -> None:
+    group = Controller()
+    batch = group.start(1)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    group.conclude(1, 0)
+    group.take()
+    group.cancel(1)
+    assert group.take() == [("ranks", stop(1, GONE)), ("decode", stop(1, GONE))]
+    assert group.stats().locked_tokens == 8  # rank 1 may still read them
+    group.conclude(1, 1)  # it had sent everything before it heard
+    assert group.taken(RoomRefused) == [refused(1, GONE)]
+    assert group.stats().locked_tokens == 0
+
+
+def test_a_request_that_is_decodes_alone_is_stopped_there() -> None:
+    group = Controller()
+    batch = group.start(1)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+        group.conclude(1, rank)
+    group.take()
+    group.cancel(1)
+    assert group.take() == [("decode", stop(1, GONE))]
+
+
+def test_decode_stops_a_room_at_the_ranks() -> None:
+    group = Controller()
+    group.start(1)
+    group.take()
+    group.controller.on_decode(AbortRoom(**FROM_DECODE, room=1, reason="sent twice"))
+    assert ("ranks", stop(1, "sent twice")) in group.take()
+
+
+def test_decode_hears_that_a_room_it_stops_is_open_at_no_rank() -> None:
+    group = Controller()
+    group.controller.on_decode(AbortRoom(**FROM_DECODE, room=9, reason="too late"))
+    ((end, message),) = group.take()
+    assert end == "decode"
+    assert isinstance(message, Withdrawn)
+    assert message.room == 9
+
+
+def test_one_failed_rank_stops_the_others_and_is_the_reason() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=20)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    batch = group.step()
+    group.take()
+    group.conclude(1, 1, failure="the wire broke")
+    broke = stop(1, "the wire broke")
+    assert group.take() == [("ranks", broke), ("decode", broke)]
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    assert not group.controller.step()  # the rest would be in vain
+    group.conclude(1, 0, failure="told to stop")
+    assert group.take() == [("server", refused(1, "the wire broke"))]
+    assert group.stats().locked_tokens == 0
+
+
+def test_a_room_that_failed_at_all_ranks_ends_with_the_batch_in_flight() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=20)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    batch = group.step()
+    for rank in range(CP_SIZE):
+        group.conclude(1, rank, failure="the wire broke")
+    group.take()
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    assert group.take() == [("server", refused(1, "the wire broke"))]
+    assert group.controller.scheduler.get(1) is None
+
+
+def test_a_neighbour_in_the_same_batch_goes_on_when_one_is_stopped() -> None:
+    group = Controller()
+    group.submit(1, tokens=3)
+    group.submit(2, tokens=4, first=20)
+    group.reserve(1, pages=1)
+    group.reserve(2, pages=1)
+    batch = group.step()
+    assert [part.room for part in batch.requests] == [1, 2]
+    group.cancel(1)
+    group.done(batch, 0, (1, 8), (2, 9))
+    group.done(batch, 1)
+    assert group.taken(FirstToken) == [FirstToken(**TO_DECODE, room=2, token_id=9)]
