@@ -99,6 +99,7 @@ class DecodeEngine:
 
     def on_offer(self, offer: Offer) -> None:
         """Queue an offer; it is reserved as soon as its pages are free, in order of arrival."""
+        self._check_epochs(offer)
         if offer.room in self._rooms:
             return
         self._rooms[offer.room] = DecodeRoom(offer, len(offer.token_ids) // 8)
@@ -110,12 +111,14 @@ class DecodeEngine:
         room = self._rooms.get(message.room)
         if room is not None and room.session is not None:
             self._carry_out(message.room, room.session.receive(message))
-        elif not isinstance(message, Sent) and message.peer_epoch == self._epoch:
+        elif not isinstance(message, Sent):
             # The room is over and the rank has not heard our answer: give it again.
+            self._check_epochs(message)
             self._to_rank(message.rank, acknowledgement(message))
 
     def on_first_token(self, message: FirstToken) -> None:
         """The token that prefill's logits chose."""
+        self._check_epochs(message)
         room = self._rooms.get(message.room)
         if room is not None and room.first_token is None:
             room.first_token = message.token_id
@@ -123,6 +126,7 @@ class DecodeEngine:
 
     def on_stop(self, message: AbortRoom | Withdrawn) -> None:
         """The request is wanted no more; its pages go when no rank can still write them."""
+        self._check_epochs(message)
         room = self._rooms.get(message.room)
         if room is None:
             return
@@ -131,10 +135,16 @@ class DecodeEngine:
         elif room.session is None:
             self._waiting.remove(message.room)
             del self._rooms[message.room]
+            self._reserve_waiting()  # it may have been what held the others up
         elif room.session.state is DecodeState.COVERED:
             self._release(message.room)  # only its first token was missing
         else:
             self._carry_out(message.room, room.session.receive(message))
+
+    def _check_epochs(
+        self, message: Offer | FirstToken | AbortRoom | Withdrawn | Concluded | Quiesced
+    ) -> None:
+        message.check_address(room=message.room, sender=self.prefill_epoch, receiver=self._epoch)
 
     # Steps ------------------------------------------------------------------------------------
 

@@ -1,0 +1,567 @@
+"""The decode engine with two ranks played by hand and a runner without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import msgspec
+import numpy as np
+import pytest
+
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.decode import DecodeEngine
+from cp_shared_kv.engine.messages import RoomRefused, Tokens
+from cp_shared_kv.engine.recording import MessageLog, read_messages
+from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.transfer.codec import pack_int64, unpack_int64
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Acknowledged,
+    Concluded,
+    Declined,
+    FirstToken,
+    Offer,
+    Quiesced,
+    Released,
+    Reserve,
+    SamplingParams,
+    Sent,
+    Withdrawn,
+)
+
+EPOCH, PREFILL_EPOCH = 200, 100
+PAGE_SIZE, CP_SIZE, VOCAB, EOS = 4, 2, 100, 99
+FROM_PREFILL: dict[str, Any] = {"epoch": PREFILL_EPOCH, "peer_epoch": EPOCH}
+TO_PREFILL: dict[str, Any] = {"epoch": EPOCH, "peer_epoch": PREFILL_EPOCH}
+End = Literal["server", "controller", "rank 0", "rank 1"]
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class NextNumbers:
+    """A runner whose next token is the last one plus one."""
+
+    def __init__(self) -> None:
+        self.batches: list[Batch] = []
+
+    def execute(self, batch: Batch) -> dict[int, int]:
+        batch.validate(page_size=PAGE_SIZE, logical_pages=1000, vocab_size=VOCAB)
+        self.batches.append(batch)
+        tokens = batch.tokens().tolist()
+        return {part.room: token + 1 for part, token in zip(batch.requests, tokens, strict=True)}
+
+
+class Decode:
+    """A decode engine; what it sends is kept in order, with its receiver."""
+
+    def __init__(self, pages: int = 10, max_running: int = 8, log: Path | None = None) -> None:
+        self.sent: list[tuple[End, msgspec.Struct]] = []
+        self.runner = NextNumbers()
+        self.engine = DecodeEngine(
+            LogicalPool(KVCapacity(pages, PAGE_SIZE, 1), prefix_caching=False),
+            self.runner,  # type: ignore[arg-type]
+            epoch=EPOCH,
+            cp_size=CP_SIZE,
+            max_running=max_running,
+            eos_token_ids=frozenset([EOS]),
+            to_controller=lambda message: self.sent.append(("controller", message)),
+            to_rank=lambda rank, message: self.sent.append((f"rank {rank}", message)),  # type: ignore[arg-type]
+            to_server=lambda message: self.sent.append(("server", message)),
+            log=None if log is None else MessageLog(log),
+        )
+        self.engine.prefill_epoch = PREFILL_EPOCH
+
+    def take(self) -> list[tuple[End, msgspec.Struct]]:
+        """What was sent since the last call."""
+        taken, self.sent = self.sent, []
+        self.engine.check_invariants()
+        return taken
+
+    def taken(self, kind: type[M]) -> list[M]:
+        return [message for _, message in self.take() if isinstance(message, kind)]
+
+    def offer(
+        self, room: int, tokens: int = 6, max_tokens: int = 4, ignore_eos: bool = False
+    ) -> None:
+        self.engine.on_offer(
+            Offer(
+                **FROM_PREFILL,
+                room=room,
+                token_ids=pack_int64(np.arange(tokens)),
+                max_tokens=max_tokens,
+                sampling=SamplingParams(ignore_eos=ignore_eos),
+            )
+        )
+
+    def first_token(self, room: int, token: int = 10) -> None:
+        self.engine.on_first_token(FirstToken(**FROM_PREFILL, room=room, token_id=token))
+
+    def send(self, room: int, rank: int, pages: int = 2) -> None:
+        """The rank sends its pages (those with position % 2 == rank) and concludes."""
+        positions = np.arange(rank, pages, CP_SIZE)
+        self.engine.on_transfer(
+            Sent(
+                **FROM_PREFILL,
+                room=room,
+                rank=rank,
+                chunk=0,
+                positions=pack_int64(positions),
+                descriptors=1,
+                nbytes=8,
+            )
+        )
+        self.engine.on_transfer(self.success(room, rank, len(positions)))
+
+    def success(self, room: int, rank: int, positions: int = 1) -> Concluded:
+        return Concluded(
+            **FROM_PREFILL,
+            room=room,
+            rank=rank,
+            outcome="success",
+            quiescent=True,
+            sent_chunks=1,
+            total_positions=positions,
+        )
+
+    def fail(self, room: int, rank: int, quiescent: bool = True) -> None:
+        self.engine.on_transfer(
+            Concluded(
+                **FROM_PREFILL,
+                room=room,
+                rank=rank,
+                outcome="failed",
+                reason="the wire broke",
+                quiescent=quiescent,
+                sent_chunks=0,
+                total_positions=0,
+            )
+        )
+
+    def run(self, room: int, tokens: int = 6, max_tokens: int = 4, first: int = 10) -> None:
+        """Bring a room to where it decodes."""
+        self.offer(room, tokens, max_tokens)
+        self.first_token(room, first)
+        for rank in range(CP_SIZE):
+            self.send(room, rank, -(-tokens // PAGE_SIZE))
+        self.take()
+
+    def steps(self, limit: int = 20) -> list[Tokens]:
+        """Decode until nothing runs."""
+        for _ in range(limit):
+            if not self.engine.has_work:
+                break
+            self.engine.step()
+        return self.taken(Tokens)
+
+    @property
+    def free_tokens(self) -> int:
+        return self.engine.stats(1).available_tokens
+
+
+def tokens(room: int, *ids: int, end: Literal["stop", "length", "abort"] | None = None) -> Tokens:
+    return Tokens(room=room, token_ids=list(ids), finish_reason=end)
+
+
+def stop(room: int) -> AbortRoom:
+    return AbortRoom(**FROM_PREFILL, room=room, reason="the client went away")
+
+
+def withdraw(room: int) -> Withdrawn:
+    return Withdrawn(**FROM_PREFILL, room=room, reason="the client went away")
+
+
+# Reservations ------------------------------------------------------------------------------------
+
+
+def test_an_offer_is_answered_with_pages_for_the_prompt_and_its_output_is_set_aside() -> None:
+    decode = Decode()
+    decode.offer(1, tokens=6, max_tokens=7)
+    ((end, reserve),) = decode.take()
+    assert end == "controller"
+    assert isinstance(reserve, Reserve)
+    assert (reserve.room, reserve.first_position) == (1, 0)
+    assert (reserve.epoch, reserve.peer_epoch) == (EPOCH, PREFILL_EPOCH)
+    assert len(unpack_int64(reserve.physical_pages)) == 2
+    assert decode.free_tokens == 40 - 16  # 13 tokens need four pages
+
+
+def test_offers_wait_for_pages_and_are_reserved_in_their_order() -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=20, max_tokens=2)  # 6 pages
+    decode.offer(2, tokens=20)  # 6 pages: waits
+    decode.offer(3, tokens=2)  # would fit, and does not overtake
+    decode.offer(2, tokens=20)  # a repeat counts once
+    assert decode.take() == []
+    assert decode.engine.stats(1).waiting == 2
+    decode.engine.step()
+    assert [reserve.room for reserve in decode.taken(Reserve)] == [2, 3]
+    assert decode.engine.stats(1).waiting == 0
+
+
+def test_pages_that_come_back_are_reserved_at_once_in_the_order_of_arrival() -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=20, max_tokens=2)
+    for room in (2, 4, 3):
+        decode.offer(room, tokens=10, max_tokens=2)  # 3 pages each, of which 4 are left for one
+    assert [reserve.room for reserve in decode.taken(Reserve)] == [2]
+    decode.engine.step()
+    sent = decode.take()
+    assert [type(message) for _, message in sent] == [Tokens, Reserve, Reserve]
+    assert [message.room for _, message in sent if isinstance(message, Reserve)] == [4, 3]
+
+
+def test_what_can_never_fit_is_declined_and_holds_up_nobody() -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=30, max_tokens=2)
+    decode.offer(2, tokens=20)
+    decode.offer(3, tokens=39, max_tokens=2)  # 41 of 40 tokens
+    decode.offer(4, tokens=4, max_tokens=4)
+    assert decode.take() == []
+    decode.engine.step()
+    to_controller = [message for end, message in decode.take() if end == "controller"]
+    assert [(type(message), message.room) for message in to_controller] == [  # type: ignore[attr-defined]
+        (Reserve, 2),
+        (Declined, 3),
+        (Reserve, 4),
+    ]
+
+
+def test_a_decline_names_the_room_and_the_reason() -> None:
+    decode = Decode(pages=10)
+    decode.offer(3, tokens=39, max_tokens=2)
+    decode.offer(4)
+    (to_first, declined), (to_second, reserve) = decode.take()
+    assert to_first == to_second == "controller"
+    assert isinstance(declined, Declined)
+    assert (declined.room, declined.epoch, declined.peer_epoch) == (3, EPOCH, PREFILL_EPOCH)
+    assert "11 pages" in declined.reason
+    assert "at most 10 pages" in declined.reason
+    assert isinstance(reserve, Reserve)
+    assert decode.engine.stats(1).waiting == 0
+
+
+# From cover to the last token --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("token_first", [True, False])
+def test_decoding_starts_when_both_the_cover_and_the_first_token_are_there(
+    token_first: bool,
+) -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    if token_first:
+        decode.first_token(1)
+    decode.send(1, 0)
+    assert not decode.engine.has_work
+    decode.send(1, 1)
+    if not token_first:
+        assert not decode.engine.has_work
+        assert decode.taken(Tokens) == []
+        decode.first_token(1)
+    assert decode.engine.has_work
+    assert decode.taken(Tokens) == [tokens(1, 10)]
+
+
+def test_each_rank_is_acknowledged_and_prefill_hears_of_the_cover() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    decode.send(1, 1)
+    decode.send(1, 0)
+    answer = {"epoch": EPOCH, "peer_epoch": PREFILL_EPOCH, "room": 1}
+    assert decode.take() == [
+        ("rank 1", Acknowledged(**answer, rank=1, of="concluded")),
+        ("rank 0", Acknowledged(**answer, rank=0, of="concluded")),
+        ("controller", Released(**answer)),
+    ]
+
+
+def test_the_tokens_of_a_request_are_written_one_after_another_behind_its_prompt() -> None:
+    decode = Decode()
+    decode.run(1, tokens=6, max_tokens=4, first=10)
+    assert decode.steps() == [tokens(1, 11), tokens(1, 12), tokens(1, 13, end="length")]
+    parts = [batch.requests[0] for batch in decode.runner.batches]
+    assert [part.prefix_tokens for part in parts] == [6, 7, 8]
+    assert [len(part.pages()) for part in parts] == [2, 2, 3]
+    assert all(part.last and part.new_tokens == 1 for part in parts)
+    assert [batch.batch_id for batch in decode.runner.batches] == [1, 2, 3]
+    assert decode.free_tokens == 40
+
+
+def test_the_reserved_pages_are_those_that_decoding_reads() -> None:
+    decode = Decode()
+    decode.offer(1)
+    (reserve,) = decode.taken(Reserve)
+    decode.first_token(1)
+    decode.send(1, 0)
+    decode.send(1, 1)
+    decode.engine.step()
+    read = decode.runner.batches[0].requests[0].pages()
+    assert read.tolist() == unpack_int64(reserve.physical_pages).tolist()
+
+
+def test_all_running_requests_share_a_step() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=2, first=20)
+    decode.run(2, max_tokens=3, first=40)
+    assert decode.steps() == [
+        tokens(1, 21, end="length"),
+        tokens(2, 41),
+        tokens(2, 42, end="length"),
+    ]
+    assert [batch.tokens().tolist() for batch in decode.runner.batches] == [[20, 40], [41]]
+
+
+def test_no_more_than_the_limit_run_at_once_and_the_first_come_first() -> None:
+    decode = Decode(pages=20, max_running=2)
+    for room in (1, 2, 3):
+        decode.run(room, max_tokens=3)
+    decode.steps()
+    assert [[part.room for part in batch.requests] for batch in decode.runner.batches] == [
+        [1, 2],
+        [1, 2],
+        [3],
+        [3],
+    ]
+
+
+def test_one_token_is_prefills_and_needs_no_step() -> None:
+    decode = Decode()
+    decode.offer(1, max_tokens=1)
+    decode.first_token(1)
+    decode.send(1, 0)
+    decode.send(1, 1)
+    assert not decode.engine.has_work
+    assert decode.taken(Tokens) == [tokens(1, 10, end="length")]
+    assert decode.free_tokens == 40
+    assert decode.engine.stats(1).finished_total == 1
+
+
+@pytest.mark.parametrize("first", [EOS, EOS - 1, EOS - 2])
+def test_an_end_of_sequence_token_stops_and_is_part_of_the_output(first: int) -> None:
+    decode = Decode()
+    decode.offer(1, max_tokens=10)
+    decode.first_token(1, first)
+    decode.send(1, 0)
+    decode.send(1, 1)
+    expected = [tokens(1, token) for token in range(first, EOS)]
+    assert decode.steps() == [*expected, tokens(1, EOS, end="stop")]
+    assert decode.free_tokens == 40
+
+
+def test_an_ignored_end_of_sequence_token_is_a_token_like_others() -> None:
+    decode = Decode()
+    decode.engine._eos = frozenset([11])
+    decode.offer(1, max_tokens=3, ignore_eos=True)
+    decode.first_token(1, 10)
+    decode.send(1, 0)
+    decode.send(1, 1)
+    assert decode.steps() == [tokens(1, 10), tokens(1, 11), tokens(1, 12, end="length")]
+
+
+def test_the_last_allowed_token_ends_by_its_own_meaning() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=2, first=EOS - 1)
+    assert decode.steps() == [tokens(1, EOS, end="stop")]
+
+
+def test_the_figures_add_up() -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=6, max_tokens=4)
+    decode.offer(2, tokens=20)
+    decode.offer(3, tokens=20)
+    decode.engine.step()
+    stats = decode.engine.stats(8)
+    assert (stats.ticket, stats.waiting, stats.running) == (8, 1, 1)
+    assert (stats.used_tokens, stats.available_tokens) == (12 + 24, 4)
+    assert stats.generated_tokens_total == 2
+
+
+def test_a_recording_tells_reservations_starts_and_steps_in_their_order(tmp_path: Path) -> None:
+    decode = Decode(log=tmp_path / "decode.messages")
+    decode.run(1, max_tokens=2)
+    decode.run(2, max_tokens=1)
+    decode.steps()
+    recorded = [RECORDED.decode(data) for data in read_messages(tmp_path / "decode.messages")]
+    kinds = [type(message).__name__ for message in recorded]
+    assert kinds == ["Reserve", "FirstToken", "Reserve", "FirstToken", "Batch"]
+    assert recorded[-1] == decode.runner.batches[0]
+
+
+# Stops and failures ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("message", [stop(2), withdraw(2)])
+def test_an_offer_that_waits_is_forgotten(message: AbortRoom | Withdrawn) -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=30)
+    decode.offer(2, tokens=30)
+    decode.offer(3, tokens=4, max_tokens=1)
+    decode.engine.on_stop(message)
+    assert decode.engine.stats(1).waiting == 1
+    assert decode.taken(RoomRefused) == []  # prefill tells the client
+    decode.engine.on_stop(message)  # unknown by now
+
+
+def test_a_stopped_head_of_the_queue_lets_the_next_offer_through() -> None:
+    decode = Decode(pages=10)
+    decode.run(1, tokens=20)
+    decode.offer(2, tokens=20)
+    decode.offer(3, tokens=4, max_tokens=1)
+    assert decode.take() == []
+    decode.engine.on_stop(withdraw(2))
+    assert [reserve.room for reserve in decode.taken(Reserve)] == [3]
+
+
+def test_a_withdrawn_reservation_is_free_at_once() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    decode.engine.on_stop(withdraw(1))
+    assert decode.free_tokens == 40
+    (refused,) = decode.taken(RoomRefused)
+    assert (refused.room, refused.kind) == (1, "failed")
+    assert "the client went away" in refused.reason
+
+
+def test_the_pages_of_a_stopped_room_are_free_when_no_rank_can_write_them() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    decode.engine.on_stop(stop(1))
+    assert len(decode.taken(RoomRefused)) == 1
+    decode.fail(1, 0)
+    assert decode.free_tokens == 28
+    decode.fail(1, 1, quiescent=False)
+    assert decode.free_tokens == 28
+    decode.engine.on_transfer(Quiesced(**FROM_PREFILL, room=1, rank=1))
+    assert decode.free_tokens == 40
+    assert decode.taken(RoomRefused) == []  # it was said once
+
+
+def test_a_failed_rank_fails_the_room_and_prefill_is_told_to_stop_it() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.first_token(1)
+    decode.send(1, 0)
+    decode.take()
+    decode.fail(1, 1)
+    sent = decode.take()
+    assert ("server", RoomRefused(room=1, kind="failed", reason="the wire broke")) in sent
+    assert decode.free_tokens == 40
+    assert not decode.engine.has_work
+    assert decode.engine.stats(1).failed_rooms_total == 1
+
+
+def test_pages_of_a_failed_room_are_not_given_to_the_next_before_they_are_quiet() -> None:
+    decode = Decode(pages=4)
+    decode.offer(1, tokens=12, max_tokens=4)
+    decode.offer(2, tokens=12, max_tokens=4)
+    decode.fail(1, 0, quiescent=False)
+    decode.send(1, 1, pages=0)
+    assert [reserve.room for reserve in decode.taken(Reserve)] == [1]
+    decode.engine.on_transfer(Quiesced(**FROM_PREFILL, room=1, rank=0))
+    assert [reserve.room for reserve in decode.taken(Reserve)] == [2]
+
+
+def test_pages_that_never_came_fail_the_room_by_position() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    decode.send(1, 0, pages=1)
+    decode.send(1, 1, pages=1)  # nobody sends position 1
+    (refused,) = decode.taken(RoomRefused)
+    assert "positions 1" in refused.reason
+    assert decode.free_tokens == 40
+
+
+def test_a_running_request_that_is_stopped_ends_at_once() -> None:
+    decode = Decode()
+    decode.run(1)
+    decode.engine.step()
+    decode.take()
+    decode.engine.on_stop(stop(1))
+    assert decode.take() == [("server", tokens(1, end="abort"))]
+    assert not decode.engine.has_work
+    assert decode.free_tokens == 40
+
+
+def test_a_covered_request_without_its_first_token_is_stopped() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.send(1, 0)
+    decode.send(1, 1)
+    decode.take()
+    decode.engine.on_stop(stop(1))
+    assert decode.free_tokens == 40
+    decode.first_token(1)
+    assert not decode.engine.has_work
+    assert decode.taken(Tokens) == []
+
+
+def test_a_first_token_for_a_failed_room_starts_nothing() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.fail(1, 0, quiescent=False)
+    decode.first_token(1)
+    decode.send(1, 1)
+    assert not decode.engine.has_work
+    assert decode.taken(Tokens) == []
+
+
+@pytest.mark.parametrize("of", ["concluded", "quiesced"])
+def test_the_last_word_on_a_forgotten_room_is_acknowledged(of: str) -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=1)
+    late = decode.success(1, 0)
+    if of == "quiesced":
+        late = Quiesced(**FROM_PREFILL, room=1, rank=0)
+    decode.engine.on_transfer(late)
+    assert decode.take() == [("rank 0", Acknowledged(**TO_PREFILL, room=1, rank=0, of=of))]  # type: ignore[arg-type]
+
+
+def test_pages_sent_again_for_a_forgotten_room_need_no_answer() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=1)
+    decode.send(1, 0)
+    assert [type(message) for _, message in decode.take()] == [Acknowledged]
+
+
+@pytest.mark.parametrize(
+    "life",
+    [{"epoch": PREFILL_EPOCH - 1, "peer_epoch": EPOCH}, {"epoch": PREFILL_EPOCH, "peer_epoch": 1}],
+    ids=["sender", "receiver"],
+)
+@pytest.mark.parametrize("state", ["unknown", "waiting", "receiving", "covered", "running"])
+def test_messages_of_another_life_are_refused_in_every_state(
+    life: dict[str, int], state: str
+) -> None:
+    decode = Decode(pages=10)
+    if state == "waiting":
+        decode.offer(7, tokens=37, max_tokens=1)
+    if state != "unknown":
+        decode.offer(1)
+    if state in ("covered", "running"):
+        decode.send(1, 0)
+        decode.send(1, 1)
+    if state == "running":
+        decode.first_token(1)
+    decode.take()
+    before = decode.engine.stats(1)
+    offer = Offer(**life, room=1, token_ids=pack_int64(np.arange(6)), max_tokens=4)
+    with pytest.raises(ProtocolError, match="another life"):
+        decode.engine.on_offer(offer)
+    with pytest.raises(ProtocolError, match="another life"):
+        decode.engine.on_first_token(FirstToken(**life, room=1, token_id=5))
+    for message in (AbortRoom(**life, room=1, reason="x"), Withdrawn(**life, room=1, reason="x")):
+        with pytest.raises(ProtocolError, match="another life"):
+            decode.engine.on_stop(message)
+    if state != "waiting":  # no rank knows of a room that is not reserved
+        with pytest.raises(ProtocolError, match="another life"):
+            decode.engine.on_transfer(Quiesced(**life, room=1, rank=0))
+    assert decode.take() == []
+    assert decode.engine.stats(1) == before
