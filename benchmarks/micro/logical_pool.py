@@ -211,5 +211,5 @@ def _block_keys(request: TraceRequest) -> npt.NDArray[np.int64]:
 
 if TRACE_VARIABLE in os.environ:
     BENCHMARK = Benchmark(
-        "logical-pool", "20,000 agentic requests through the allocator and the radix cache", run
+        "logical_pool", "20,000 agentic requests through the allocator and the radix cache", run
     )
