@@ -69,7 +69,7 @@ def stories(draw: st.DrawFn) -> tuple[int, dict[str, Any], list[list[dict[str, A
     for _ in range(draw(st.integers(1, 4))):
         batch: list[dict[str, Any]] = []
         ready = list(requests)
-        for number in draw(st.lists(st.integers(0, len(ready)), max_size=3, unique=True)):
+        for number in draw(st.lists(st.integers(0, len(ready) + 2), max_size=4, unique=True)):
             pages, prefix_len = ready[number] if number < len(ready) else ([], 0)
             fork = number < len(ready) and draw(st.booleans())
             if fork:  # a new request on complete pages of this one
@@ -80,7 +80,7 @@ def stories(draw: st.DrawFn) -> tuple[int, dict[str, Any], list[list[dict[str, A
             missing = -(-(prefix_len + new_len) // page_size) - len(pages)
             pages, free = [*pages, *free[:missing]], free[missing:]
             batch.append({"pages": pages, "prefix_len": prefix_len, "new_len": new_len})
-            if fork or number == len(ready):
+            if fork or number >= len(ready):
                 requests.append((pages, prefix_len + new_len))
             else:
                 requests[number] = (pages, prefix_len + new_len)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,16 +153,27 @@ class Truth:
 
 
 def check_story(
-    context: RankContext, shape: dict[str, Any], story: list[list[dict[str, Any]]]
+    context: RankContext,
+    shape: dict[str, Any],
+    story: list[list[dict[str, Any]]],
+    jitter_seconds: float = 0.0,
 ) -> dict[str, int]:
     """`run_story` for a rank process; returns how much was compared and computed."""
-    run = run_story(context.group, shape, story)
+    run = run_story(context.group, shape, story, jitter_seconds)
     return {"rows": run.rows_checked, "tokens": run.tokens_computed}
 
 
-def run_story(group: CPGroup, shape: dict[str, Any], story: list[list[dict[str, Any]]]) -> Run:
-    """Run the batches of a story in every mode; each read must give the bytes once written."""
-    run = Run(group, msgspec.convert(shape, Shape))
+def run_story(
+    group: CPGroup,
+    shape: dict[str, Any],
+    story: list[list[dict[str, Any]]],
+    jitter_seconds: float = 0.0,
+) -> Run:
+    """Run the batches of a story in every mode; each read must give the bytes once written.
+
+    With jitter each rank now and then sleeps up to so long, so that ranks overtake each other.
+    """
+    run = Run(group, msgspec.convert(shape, Shape), jitter_seconds)
     for batch in story:
         run.forward(batch)
     run.check_pools()
@@ -193,7 +206,9 @@ def check_wrong_byte(
 class Run:
     """The same batches in every mode, each read compared with the truth."""
 
-    def __init__(self, group: CPGroup, shape: Shape) -> None:
+    def __init__(self, group: CPGroup, shape: Shape, jitter_seconds: float = 0.0) -> None:
+        self.jitter_seconds = jitter_seconds
+        self.random = random.Random(group.cp_rank)
         self.group = group
         self.shape = shape
         self.modes = make_modes(group, shape)
@@ -219,7 +234,9 @@ class Run:
             for name, kv in kvs.items():
                 mine = {kind: rows[kv.token_indices] for kind, rows in computed.items()}
                 latent, k_pe = mine["latent"].split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], dim=1)
+                self.dawdle()
                 kv.store(layer, latent, k_pe, mine.get("index"))
+                self.dawdle()
                 for number, (span, its_locs) in enumerate(zip(kv.requests, locs, strict=True)):
                     for kind in computed:
                         read = self.read(kv, kind, layer, span.slots)
@@ -243,6 +260,9 @@ class Run:
             self.shape.split,
             scratch=mode.scratch,
         )
+
+    def dawdle(self) -> None:
+        time.sleep(self.random.random() * self.jitter_seconds)
 
     def locs(self, span: BatchSpan) -> np.ndarray:
         """One token after the other, on purpose: not the arithmetic of the read plan."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 
@@ -46,6 +47,10 @@ def die_on_rank_1(context: RankContext) -> None:
     context.group.barrier()
 
 
+def die_soon(context: RankContext) -> None:
+    threading.Timer(0.1, os._exit, [9]).start()
+
+
 @pytest.fixture(scope="module")
 def pair() -> Iterator[RankPool]:
     with RankPool(2) as pool:
@@ -79,6 +84,13 @@ def test_hang_is_ended_at_the_limit_and_says_which_rank_stood_where(pair: RankPo
 def test_death_of_a_rank_is_reported_with_its_exit_code(pair: RankPool) -> None:
     with pytest.raises(RankPoolError, match="rank 1 died with exit code 7"):
         pair.run(f"{__file__}:die_on_rank_1", timeout_seconds=60)
+
+
+def test_ranks_that_died_since_the_last_call_are_reported(pair: RankPool) -> None:
+    pair.run(f"{__file__}:die_soon", size=1)
+    time.sleep(0.5)
+    with pytest.raises(RankPoolError, match="rank 0 died with exit code 9"):
+        pair.run(f"{__file__}:rank_and_sum", addend=0)
 
 
 def test_more_ranks_than_the_pool_has_are_refused(pair: RankPool) -> None:

@@ -124,6 +124,23 @@ def test_every_read_gives_the_bytes_once_written(
     assert all(result["rows"] > 0 for result in results)
 
 
+def test_ranks_that_overtake_each_other_read_the_same(
+    rank_pool: RankPool, make_shape: MakeShape
+) -> None:
+    story = Story(4, shuffled(4 * PHYSICAL_PAGES, seed=3))
+    batches = [[story.span("first", 30)]]
+    for turn in range(10):  # each request is computed over the pages of the one before
+        batches.append([story.span(f"turn {turn}", 25), story.span("first", 1)])
+        batches.append([story.span(f"turn {turn}", 6)])
+        story.evict(f"turn {turn}")
+    rank_pool.run(
+        f"{RANKS_FILE}:check_story",
+        shape=make_shape("round-robin-split", page_size=4),
+        story=batches,
+        jitter_seconds=0.005,
+    )
+
+
 @pytest.mark.parametrize("split", SPLITS)
 def test_pages_of_one_owner_alone_are_read_in_several_rounds(
     rank_pool: RankPool, make_shape: MakeShape, split: str

@@ -162,8 +162,6 @@ class ForwardKV:
             rows["index"] = spec.index.encode(index_k)
         self._layer = layer
         self._sources.clear()
-        # The exchange comes before the reads: when it returns, every rank is in this forward, so
-        # a rank's first write below cannot reach pages that another still reads for the last one.
         chunk = self._exchange.all_gather(list(rows.values()))
         for kind, chunk_rows in zip(PAGE_KINDS, chunk, strict=False):
             self._pool.write(kind, layer, chunk_rows, self._writes)
