@@ -96,8 +96,9 @@ class LogicalPool:
         """Open a room of `page_count` pages on the longest cached prefix of `page_keys`.
 
         The prefix is locked, the least recently used unlocked prefixes are evicted as far as
-        needed, and the rest is drawn so that the whole list lies level over the owners. A
-        caller that must compute at least one token passes fewer keys than the prompt has pages.
+        needed (where any are, by a stripe of each owner more), and the rest is drawn so that
+        the whole list lies level over the owners. A caller that must compute at least one token
+        passes fewer keys than the prompt has pages.
         Returns None when the room does not fit beside the rooms that are open now; CapacityError
         when it never can.
         """
