@@ -124,20 +124,21 @@ def test_every_read_gives_the_bytes_once_written(
     assert all(result["rows"] > 0 for result in results)
 
 
-def test_ranks_that_overtake_each_other_read_the_same(
+def test_pull_reads_right_when_ranks_overtake_each_other(
     rank_pool: RankPool, make_shape: MakeShape
 ) -> None:
     story = Story(4, shuffled(4 * PHYSICAL_PAGES, seed=3))
-    batches = [[story.span("first", 30)]]
-    for turn in range(10):  # each request is computed over the pages of the one before
-        batches.append([story.span(f"turn {turn}", 25), story.span("first", 1)])
-        batches.append([story.span(f"turn {turn}", 6)])
+    batches: list[list[dict[str, Any]]] = []
+    for turn in range(8):  # each over the pages that the one before has left
+        batches.append([story.span(f"turn {turn}", 25)])
+        # Nothing is computed, so nothing is exchanged: only the reader's barrier is left to wait
+        # for a peer that has not yet written the last layer.
+        batches.append([story.span(f"turn {turn}", 0)])
         story.evict(f"turn {turn}")
     rank_pool.run(
-        f"{RANKS_FILE}:check_story",
+        f"{RANKS_FILE}:check_out_of_step",
         shape=make_shape("round-robin-split", page_size=4),
         story=batches,
-        jitter_seconds=0.005,
     )
 
 
