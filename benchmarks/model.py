@@ -37,6 +37,7 @@ def run(progress: Progress) -> Measurement:
         torch.set_num_threads(threads)
 
 
+@torch.inference_mode()  # as the engine calls it
 def _run(progress: Progress) -> Measurement:
     transformer = Transformer.load(demo_checkpoint_directory())
     requests = [PlannedRequest(prompt(seed, PROMPT_TOKENS + 1)) for seed in range(REQUESTS)]
