@@ -111,7 +111,7 @@ class ForwardKV:
         A layout of cp_size 1 in a larger group is the replicated pool: every rank stores all
         pages and only the computing is split. `dtype` is what reads are decoded to. Raises, on
         every rank alike, LayoutError for a batch that contradicts itself and CapacityError past
-        the scratch limit.
+        the scratch limit. What was built before on the same scratch is no longer usable.
         """
         _check(pool, layout, group)
         spec = pool.spec
