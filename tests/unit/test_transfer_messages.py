@@ -29,13 +29,13 @@ from cp_shared_kv.transfer.messages import (
     Quiesced,
     Released,
     Reserve,
-    SamplingParams,
     Sent,
     Withdrawn,
     decode,
     encode,
 )
 from cp_shared_kv.transfer.regions import Region
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 
 def ints(*values: int) -> bytes:
@@ -67,7 +67,9 @@ EXAMPLES: list[Message] = [
         max_tokens=5,
         sampling=SamplingParams(temperature=0.5, ignore_eos=True, seed=1),
     ),
-    FirstToken(**ROOM, token_id=65),
+    FirstToken(
+        **ROOM, token_id=65, logprobs=SampledLogprobs(logprob=-0.5, top=((66, -0.25), (65, -0.5)))
+    ),
     Withdrawn(**ROOM, reason="client gone"),
     Reserve(**ROOM, first_position=2, physical_pages=ints(4, 9)),
     Declined(**ROOM, reason="too long"),
@@ -79,6 +81,8 @@ EXAMPLES: list[Message] = [
         first_position=2,
         physical_pages=ints(4, 9),
         total_positions=4,
+        sampling=SamplingParams(repetition_penalty=1.1, logit_bias=((3, -1.0),)),
+        prompt_token_ids=ints(1, 3),
     ),
     Sent(**ROOM, rank=3, chunk=0, positions=ints(0, 5), descriptors=2, nbytes=84_000),
     Concluded(**ROOM, rank=3, outcome="success", quiescent=True, sent_chunks=1, total_positions=2),
@@ -170,6 +174,9 @@ HEL, OFF, FIRST, _, RES, _, _, OPEN, SENT, GOOD, BAD, _, ACK, ABORT, BEAT = EXAM
         (altered(RES, physical_pages=ints(0)), "physical_pages"),
         (altered(RES, physical_pages=ints(-3)), "physical_pages"),
         (altered(OPEN, total_positions=5), "total_positions"),
+        (altered(OPEN, prompt_token_ids=ints(-1)), "prompt_token_ids"),
+        (altered(OPEN, prompt_token_ids=b"1"), "prompt_token_ids"),
+        (altered(OPEN, sampling={"top_p": 0.0}), "top_p"),
         (altered(OFF, token_ids=ints(-1)), "token_ids"),
         (altered(OFF, token_ids=ints(1 << 31)), "token_ids"),
         (altered(OFF, token_ids=b""), "token_ids"),

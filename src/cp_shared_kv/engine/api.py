@@ -7,17 +7,18 @@ Tokens of the prefill pool are logical (they count for the whole group) unless a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from cp_shared_kv.errors import CpkvError
 
 FinishReason = Literal["stop", "length", "abort"]
-"""stop: an end-of-sequence token; length: max_tokens reached; abort: ended by someone else."""
+"""stop: an end-of-sequence token or one of stop_token_ids; length: max_tokens reached; abort: ended
+by someone else."""
 
-RefusalKind = Literal["too_long", "overloaded", "unavailable", "failed"]
-"""Whose turn it is: too_long, the client's; overloaded, wait; unavailable, wait for a restart;
-failed, this request alone."""
+RefusalKind = Literal["too_long", "invalid", "overloaded", "unavailable", "failed"]
+"""Whose turn it is: too_long and invalid, the client's; overloaded, wait; unavailable, wait for a
+restart; failed, this request alone."""
 
 Outcome = Literal["finished", "aborted", "failed", "refused"]
 """How a request that reached the engine ended."""
@@ -33,29 +34,79 @@ class EngineRefusal(CpkvError):  # noqa: N818  (a refusal is an answer, not a de
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How output tokens are chosen. Every default changes nothing: greedy.
+
+    What each may be, and how many entries: `transfer.sampling_params`. A value that is not allowed
+    there is refused (`EngineRefusal`, kind invalid) before anything is computed. The order in which
+    they act: `engine/sampling`.
+    """
+
+    temperature: float = 0.0
+    """0 is greedy; among equally likely tokens the lowest id wins."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps every token."""
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    """Over prompt and output."""
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    """Both over the output alone."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])
+    seed: int | None = None
+    """The same seed gives the same tokens, alone or beside other requests. None draws one."""
+    ignore_eos: bool = False
+    stop_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
+    """Until there are so many, no token that would end the output is chosen."""
+    logprobs: int | None = None
+    """How many alternatives to tell with each token; 0 tells the token's own log-probability."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
-    """One prompt to continue. `request_id` is unique among the requests of a server's life."""
+    """One prompt to continue. `request_id` is unique among the requests of a server's life.
+
+    n choices of one prompt are n requests, and as different as their seeds: where the client gave
+    one, the front end has to give each choice its own. The prompt's own tokens have no
+    log-probabilities: a front end refuses `echo` beside `logprobs`.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
     max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    """0 is greedy."""
+    sampling: Sampling = Sampling()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one output token, natural, from the model's unmodified logits.
+
+    As OpenAI and vLLM give them: temperature, bias, penalties and filters do not show. `top` is
+    (token id, log-probability) from the most likely down, as many as were asked for; the chosen
+    token need not be among them.
+    """
+
+    token_id: int
+    logprob: float
+    top: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChunk:
     """New output tokens of one request, in order.
 
-    The end-of-sequence token that stops a request is among `token_ids`. The chunk with a
-    `finish_reason` is the last, and may hold no token.
+    The token that stops a request, end-of-sequence or one of `stop_token_ids`, is the last of
+    `token_ids`. The chunk with a `finish_reason` is the last, and may hold no token.
     """
 
     token_ids: Sequence[int]
     finish_reason: FinishReason | None = None
     cached_tokens: int = 0
     """Prompt tokens whose KV was found in the prefix cache; the same in every chunk."""
+    logprobs: Sequence[TokenLogprobs] | None = None
+    """One for each of `token_ids`, when the request asked for them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,6 +24,7 @@ from cp_shared_kv.engine.api import (
     GenerateRequest,
     Outcome,
     TokenChunk,
+    TokenLogprobs,
 )
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER
 from cp_shared_kv.engine.messages import (
@@ -37,9 +38,9 @@ from cp_shared_kv.engine.messages import (
     Submit,
     Tokens,
 )
+from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.transfer.codec import pack_int64
-from cp_shared_kv.transfer.messages import SamplingParams
 
 PREFILL, DECODE = b"prefill-0", b"decode-0"
 _T = TypeVar("_T")
@@ -112,6 +113,7 @@ class ClusterClient:
         """Output tokens as they come; see the protocol for what it raises."""
         if not self.healthy()[0]:
             raise EngineRefusal(self.healthy()[1], kind="unavailable")
+        params = wire_params(request.sampling)
         number = secrets.randbits(62)
         room = _Room(request.request_id)
         self._rooms[number] = room
@@ -123,9 +125,7 @@ class ClusterClient:
                     room=number,
                     token_ids=pack_int64(np.asarray(request.prompt_token_ids, dtype=np.int64)),
                     max_tokens=request.max_tokens,
-                    sampling=SamplingParams(
-                        temperature=request.temperature, ignore_eos=request.ignore_eos
-                    ),
+                    sampling=params,
                 ),
             )
             async for chunk in self._chunks(room):
@@ -148,7 +148,8 @@ class ClusterClient:
             message = await room.inbox.get()
             match message:
                 case RoomRefused():
-                    self._outcomes["refused" if message.kind == "too_long" else "failed"] += 1
+                    refused = message.kind in ("too_long", "invalid")
+                    self._outcomes["refused" if refused else "failed"] += 1
                     raise EngineRefusal(message.reason, kind=message.kind)
                 case Admitted():
                     cached = message.cached_tokens
@@ -160,7 +161,7 @@ class ClusterClient:
                 if tokens.finish_reason is not None:
                     aborted = tokens.finish_reason == "abort"
                     self._outcomes["aborted" if aborted else "finished"] += 1
-                yield TokenChunk(tokens.token_ids, tokens.finish_reason, cached)
+                yield TokenChunk(tokens.token_ids, tokens.finish_reason, cached, _logprobs(tokens))
                 if tokens.finish_reason is not None:
                     return
             early.clear()
@@ -268,6 +269,13 @@ class ClusterClient:
                 await self.stats()
                 self._last_answer_seconds = time.monotonic()
             await asyncio.sleep(PING_SECONDS)
+
+
+def _logprobs(tokens: Tokens) -> list[TokenLogprobs] | None:
+    if tokens.logprobs is None:
+        return None
+    told = zip(tokens.token_ids, tokens.logprobs, strict=True)
+    return [TokenLogprobs(token_id, one.logprob, one.top) for token_id, one in told]
 
 
 def _answer(future: asyncio.Future[_T], value: _T) -> None:

@@ -9,7 +9,8 @@ from typing import Literal
 
 import msgspec
 
-from cp_shared_kv.transfer.messages import Hello, SamplingParams
+from cp_shared_kv.transfer.messages import Hello
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -55,6 +56,8 @@ class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
     room: int
     token_ids: list[int]
     finish_reason: Literal["stop", "length", "abort"] | None = None
+    logprobs: list[SampledLogprobs] | None = None
+    """One for each of `token_ids`, when the request asked for them."""
 
 
 class Admitted(_Message, frozen=True, kw_only=True, tag="admitted"):
@@ -68,7 +71,7 @@ class RoomRefused(_Message, frozen=True, kw_only=True, tag="room_refused"):
     """A request that ends without its tokens, and why."""
 
     room: int
-    kind: Literal["too_long", "overloaded", "unavailable", "failed"]
+    kind: Literal["too_long", "invalid", "overloaded", "unavailable", "failed"]
     reason: str
 
 
@@ -157,6 +160,7 @@ class RoomToken(_Message, frozen=True, kw_only=True):
 
     room: int
     token_id: int
+    logprobs: SampledLogprobs | None = None
 
 
 class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):

@@ -36,6 +36,8 @@ class ApiError(Exception):
         match refusal.kind:
             case "too_long":
                 return cls(400, refusal.reason, param="prompt", code="context_length_exceeded")
+            case "invalid":
+                return cls(400, refusal.reason, code="invalid_value")
             case "overloaded" | "unavailable":
                 headers = {"retry-after": _RETRY_AFTER_SECONDS}
                 return cls(503, refusal.reason, code=refusal.kind, headers=headers)

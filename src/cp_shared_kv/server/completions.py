@@ -8,7 +8,12 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest
+from cp_shared_kv.engine.api import (
+    EngineDescription,
+    EngineRefusal,
+    GenerateRequest,
+    Sampling,
+)
 from cp_shared_kv.errors import RequestTooLongError
 from cp_shared_kv.server.access_log import RequestRecord, record_of
 from cp_shared_kv.server.api_error import ApiError
@@ -71,7 +76,7 @@ class Completions:
             request_id=answer.id,
             prompt_token_ids=token_ids,
             max_tokens=max_tokens,
-            ignore_eos=call.ignore_eos,
+            sampling=Sampling(ignore_eos=call.ignore_eos),
         )
         chunks = generate(self.client, generation, record, self.metrics)
         if not call.stream:

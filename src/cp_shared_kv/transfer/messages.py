@@ -8,7 +8,6 @@ bytes whose length and range are checked while decoding.
 
 from __future__ import annotations
 
-import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -21,6 +20,7 @@ from cp_shared_kv.layout.pages import PhysicalPages, Positions
 from cp_shared_kv.transfer.codec import Codec, check_int64, unpack_int64
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.reservation import Reservation
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams, TokenId
 
 PROTOCOL_VERSION = 1
 """Raised with every change that an older release could not read or would read wrongly."""
@@ -44,7 +44,6 @@ Count = Annotated[int, Meta(ge=0, le=MAX_PAGE)]
 Bytes = Annotated[int, Meta(ge=0, le=1 << 60)]
 Reason = Annotated[str, Meta(min_length=1, max_length=MAX_REASON_CHARS)]
 Fingerprint = Annotated[str, Meta(min_length=1, max_length=1000)]
-TokenId = Annotated[int, Meta(ge=0, lt=1 << 31)]
 
 
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,18 +108,6 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
 # Prefill controller -> decode -------------------------------------------------------------------
 
 
-class SamplingParams(_Struct, frozen=True, kw_only=True):
-    """How output tokens are chosen. Temperature 0 is greedy."""
-
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 0.0
-    ignore_eos: bool = False
-    seed: Annotated[int, Meta(ge=0, le=INT64_MAX)] | None = None
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.temperature):
-            raise ValueError(f"temperature is {self.temperature}; allowed: a finite number")
-
-
 class Offer(_RoomMessage, frozen=True, kw_only=True, tag="offer"):
     """A prompt at the head of prefill's queue; Reserve, sooner or later, or Declined answers it."""
 
@@ -145,6 +132,7 @@ class FirstToken(_RoomMessage, frozen=True, kw_only=True, tag="first_token"):
     """The token that prefill sampled from the prompt's last position."""
 
     token_id: TokenId
+    logprobs: SampledLogprobs | None = None
 
 
 class Withdrawn(_RoomMessage, frozen=True, kw_only=True, tag="withdrawn"):
@@ -196,8 +184,20 @@ class OpenRoom(_Message, frozen=True, kw_only=True, tag="open_room"):
     physical_pages: bytes
     total_positions: Count
     """Pages of the whole prompt as prefill counts them."""
+    sampling: SamplingParams = SamplingParams()
+    """One rank chooses the room's first token. Here and not in the batch that computes it: a
+    batch of many rooms has no bound on what such fields would add up to."""
+    prompt_token_ids: bytes = b""
+    """int64, the prompt's tokens, each once; empty unless the sampling needs them."""
 
     def __post_init__(self) -> None:
+        check_int64(
+            "prompt_token_ids",
+            self.prompt_token_ids,
+            at_least=0,
+            at_most=(1 << 31) - 1,
+            max_count=MAX_TOKENS,
+        )
         check_int64("physical_pages", self.physical_pages, at_least=1, at_most=MAX_PAGE)
         reserved = self.first_position + len(self.physical_pages) // 8
         if reserved != self.total_positions:

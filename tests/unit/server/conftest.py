@@ -118,7 +118,7 @@ class FakeEngine:
 
     def _script(self, request: GenerateRequest):
         output = self.output[: request.max_tokens]
-        stopped = self.eos_token_id in output and not request.ignore_eos
+        stopped = self.eos_token_id in output and not request.sampling.ignore_eos
         if stopped:
             output = output[: output.index(self.eos_token_id) + 1]
         size = self.tokens_per_chunk

@@ -108,7 +108,7 @@ def test_ignore_eos_reaches_the_engine_and_the_text_goes_on(client, engine):
     answer = client.completions.create(
         model="fake-model", prompt="x", max_tokens=5, extra_body={"ignore_eos": True}
     )
-    assert engine.requests[0].ignore_eos
+    assert engine.requests[0].sampling.ignore_eos
     assert answer.choices[0].text == "abcd"
     assert answer.usage.completion_tokens == 5
 
@@ -145,7 +145,7 @@ def test_one_prompt_in_any_of_its_forms(client, engine, prompt):
 def test_without_temperature_and_max_tokens_sixteen_greedy_tokens(client, engine):
     client.completions.create(model="fake-model", prompt="x")
     assert engine.requests[0].max_tokens == 16
-    assert engine.requests[0].temperature == 0
+    assert engine.requests[0].sampling.temperature == 0
 
 
 def test_neutral_values_and_harmless_fields_are_accepted(client):

@@ -18,6 +18,7 @@ STREAM = {"model": "fake-model", "prompt": "x", "stream": True}
     ("kind", "status", "type_", "code"),
     [
         ("too_long", 400, "invalid_request_error", "context_length_exceeded"),
+        ("invalid", 400, "invalid_request_error", "invalid_value"),
         ("overloaded", 503, "server_error", "overloaded"),
         ("unavailable", 503, "server_error", "unavailable"),
         ("failed", 500, "server_error", "request_failed"),
