@@ -94,6 +94,8 @@ def test_a_second_request_is_checked_like_the_first() -> None:
 
 
 def test_unknown_fields_do_not_pass_the_wire() -> None:
-    data = msgspec.msgpack.encode(msgspec.to_builtins(batch(part()), builtin_types=[bytes]) | {"extra": 1})
+    data = msgspec.msgpack.encode(
+        msgspec.to_builtins(batch(part()), builtin_types=[bytes]) | {"extra": 1}
+    )
     with pytest.raises(ProtocolError, match="extra"):
         TO_RANK.decode(data)
