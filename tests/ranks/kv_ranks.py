@@ -15,7 +15,9 @@ from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
-from cp_shared_kv.memory.page_format import PAGE_KINDS, Fp32IndexFormat, PageKind, latent_format
+from cp_shared_kv.memory.formats.plain import PlainIndexFormat
+from cp_shared_kv.memory.formats.registry import latent_format
+from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
 from cp_shared_kv.reads.full_view import FullViewReader
@@ -68,7 +70,7 @@ def make_spec(shape: Shape) -> KVPoolSpec:
         qk_rope_head_dim=QK_ROPE_HEAD_DIM,
         page_size=shape.page_size,
     )
-    index = Fp32IndexFormat("test", shape.page_size, shape.index_sections, "test")
+    index = PlainIndexFormat("test", shape.page_size, shape.index_sections, "test", torch.float32)
     return KVPoolSpec(latent, index, NUM_LAYERS, INDEX_LAYERS)
 
 

@@ -22,7 +22,7 @@ from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import ForwardKV
 from cp_shared_kv.reads.full_view import FullViewReader
@@ -307,7 +307,7 @@ def give_shared_memory(monkeypatch: pytest.MonkeyPatch, total: int, free: int) -
 
     def statvfs(path: object) -> SimpleNamespace:
         asked.append(path)
-        assert path == Path("/dev/shm")
+        assert path == "/dev/shm"
         return stat
 
     monkeypatch.setattr(sizing.os, "statvfs", statvfs)
@@ -337,8 +337,9 @@ def test_a_full_shared_memory_is_refused_with_what_to_do(monkeypatch: pytest.Mon
     with pytest.raises(CapacityError) as refused:
         check_shared_memory(limits)
     message = str(refused.value)
-    assert "not enough free shared memory in /dev/shm" in message
-    assert f"{85 * pool_spec().bytes_per_page} bytes wanted, 8192 free" in message
+    assert "too little shared memory in /dev/shm" in message
+    assert f"{85 * pool_spec().bytes_per_page} bytes wanted" in message
+    assert "8192 bytes free" in message
     assert "lower --max-total-tokens" in message
     assert "container" not in message
 

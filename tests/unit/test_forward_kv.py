@@ -10,7 +10,7 @@ from cp_shared_kv.errors import CapacityError, ConfigError, InvariantError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
 from cp_shared_kv.reads.full_view import PAGES_PER_ROUND, FullViewReader

@@ -10,7 +10,8 @@ from cp_shared_kv.errors import CapacityError, ConfigError, LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalLocs
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind, index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
+from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec, WritePlan
 
 POISON = 0xFF

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from cp_shared_kv.errors import LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
-from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.transfer.descriptors import (
     PageAreas,

@@ -10,7 +10,7 @@ import torch
 
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.run_spec import PageLayout
-from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
 

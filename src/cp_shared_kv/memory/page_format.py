@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -58,8 +57,8 @@ class PageFormat:
             return pages.view(-1, self.row_bytes).index_select(0, slots)
         rows = pages.new_empty(len(slots), self.row_bytes)
         page, offset = slots // self.page_size, slots % self.page_size
-        for section, columns in self._sections(pages):
-            rows[:, columns] = section[page, offset]
+        for section, part in self._sections(pages, rows):
+            part[:] = section[page, offset]
         return rows
 
     def scatter_rows(self, pages: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -72,21 +71,36 @@ class PageFormat:
                 allowed=f"{(len(slots), self.row_bytes)}: one row for each slot",
             )
         if len(self.sections) == 1:
-            places = pages.view(-1, self.row_bytes)
-            if self.row_bytes % 4 == 0:  # torch copies 4-byte words about 5 times as fast as bytes
-                places, rows = places.view(torch.int32), rows.view(torch.int32)
+            _, places, rows = self._in_words(pages.view(-1, self.row_bytes), rows)
             places.index_copy_(0, slots, rows)
             return
         page, offset = slots // self.page_size, slots % self.page_size
-        for section, columns in self._sections(pages):
-            section[page, offset] = rows[:, columns]
+        for section, part in self._sections(pages, rows):
+            section[page, offset] = part
 
-    def _sections(self, pages: torch.Tensor) -> Iterator[tuple[torch.Tensor, slice]]:
-        """Each section of the pages as u8[*, page_size, width], and its columns in a row."""
-        for width, end in zip(self.sections, accumulate(self.sections), strict=True):
-            start = end - width
-            in_page = pages[:, start * self.page_size : end * self.page_size]
-            yield in_page.unflatten(1, (self.page_size, width)), slice(start, end)
+    def _sections(
+        self, pages: torch.Tensor, rows: torch.Tensor
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Views of each section: of the pages [*, page_size, width], of the rows [n, width]."""
+        unit_bytes, pages, rows = self._in_words(pages, rows)
+        start = 0
+        for width_bytes in self.sections:
+            width = width_bytes // unit_bytes
+            in_page = pages.narrow(1, start * self.page_size, width * self.page_size)
+            yield in_page.unflatten(1, (self.page_size, width)), rows.narrow(1, start, width)
+            start += width
+
+    def _in_words(
+        self, places: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[int, torch.Tensor, torch.Tensor]:
+        """Both as 4-byte words where all lies on such, as bytes elsewhere; and the unit's bytes."""
+        lengths = [*self.sections]
+        for tensor in (places, rows):
+            lengths += [tensor.storage_offset(), tensor.stride(0)]
+        if any(length % 4 for length in lengths):
+            return 1, places, rows
+        # torch copies words faster than bytes.
+        return 4, places.view(torch.int32), rows.view(torch.int32)
 
 
 class LatentFormat(PageFormat, ABC):
@@ -111,76 +125,6 @@ class IndexFormat(PageFormat, ABC):
     @abstractmethod
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """rows u8[n, row_bytes] -> [n, index_head_dim]."""
-
-
-@dataclass(frozen=True)
-class Fp32LatentFormat(LatentFormat):
-    """fp32 latent, then fp32 rope; decoding to fp32 returns the encoded fp32 values exactly."""
-
-    kv_lora_rank: int
-
-    def encode(self, latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
-        return torch.cat((latent.float(), k_pe.float()), dim=1).view(torch.uint8)
-
-    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        values = rows.view(torch.float32).to(dtype)
-        return values[:, : self.kv_lora_rank], values[:, self.kv_lora_rank :]
-
-
-@dataclass(frozen=True)
-class Fp32IndexFormat(IndexFormat):
-    """fp32 index K; decoding to fp32 returns the encoded fp32 values exactly."""
-
-    def encode(self, index_k: torch.Tensor) -> torch.Tensor:
-        return index_k.float().contiguous().view(torch.uint8)
-
-    def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        return rows.view(torch.float32).to(dtype)
-
-
-def latent_format(
-    name: str,
-    *,
-    kv_lora_rank: int,
-    qk_rope_head_dim: int,
-    page_size: int,
-    rope_style: RopePairing = "interleaved",
-    rope_pairing: RopePairing = "interleaved",
-) -> LatentFormat:
-    """The latent page format `name` at a model's widths; ConfigError for an unknown name.
-
-    `rope_style` is the pairing the model rotates by, `rope_pairing` where the two of a pair lie in
-    the stored row. Both are part of the fingerprint, for neither shows in the widths.
-    """
-    if name != "fp32":
-        raise ConfigError("latent page format", value=name, allowed="fp32")
-    fingerprint = (
-        f"latent:fp32 page_size={page_size} latent={kv_lora_rank}xfp32 rope={qk_rope_head_dim}xfp32"
-        f" scale=none hadamard=no rope_style={rope_style} rope_pairing={rope_pairing}"
-    )
-    sections = (4 * (kv_lora_rank + qk_rope_head_dim),)
-    return Fp32LatentFormat(name, page_size, sections, fingerprint, kv_lora_rank)
-
-
-def index_format(
-    name: str,
-    *,
-    index_head_dim: int,
-    page_size: int,
-    rope_style: RopePairing = "half-split",
-    rope_pairing: RopePairing = "half-split",
-) -> IndexFormat:
-    """The index-K page format `name` at a model's width; ConfigError for an unknown name.
-
-    DeepSeek's indexer rotates half-split pairs, GLM's interleaved ones; see `latent_format`.
-    """
-    if name != "fp32":
-        raise ConfigError("index page format", value=name, allowed="fp32")
-    fingerprint = (
-        f"index:fp32 page_size={page_size} key={index_head_dim}xfp32"
-        f" scale=none hadamard=no rope_style={rope_style} rope_pairing={rope_pairing}"
-    )
-    return Fp32IndexFormat(name, page_size, (4 * index_head_dim,), fingerprint)
 
 
 def _check_slots(slots: torch.Tensor) -> None:

@@ -16,7 +16,7 @@ from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.page_format import index_format, latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.transformer import Transformer

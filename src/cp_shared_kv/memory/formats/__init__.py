@@ -1,0 +1,1 @@
+"""The page formats: what the bytes of a row of KV mean."""
