@@ -27,12 +27,12 @@ from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.model_spec import describe_model
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sizing import (
-    SHARED_MEMORY_DIR,
     check_shared_memory,
     free_memory_bytes,
     resolve_limits,
 )
 from cp_shared_kv.errors import StartupError
+from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY
 
 START_SECONDS = 180.0
 """How long the slowest child may take to load its weights and report."""
@@ -205,7 +205,7 @@ class Cluster:
             return
         # Regions are unlinked once mapped; one that a killed child left half-way goes here.
         if hasattr(self, "spec"):
-            for region in SHARED_MEMORY_DIR.glob(f"cpkv-{self.spec.run_id}-*"):
+            for region in Path(SHARED_MEMORY_DIRECTORY).glob(f"cpkv-{self.spec.run_id}-*"):
                 region.unlink(missing_ok=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._run_dir = None

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
-from cp_shared_kv.errors import CapacityError, ConfigError
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY, shared_memory_shortage
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 
-SHARED_MEMORY_DIR = Path("/dev/shm")  # noqa: S108  (where POSIX shared memory lives on Linux)
 MEMORY_SHARE = 0.5
 """Part of the free memory for pools and scratch when --max-total-tokens is not given."""
 SCRATCH_LAYERS = 2
@@ -140,30 +139,14 @@ def free_memory_bytes() -> int:
 
 def free_shared_memory_bytes() -> int:
     """Free bytes of /dev/shm."""
-    stat = os.statvfs(SHARED_MEMORY_DIR)
+    stat = os.statvfs(SHARED_MEMORY_DIRECTORY)
     return stat.f_bavail * stat.f_frsize
 
 
 def check_shared_memory(limits: EngineLimits) -> None:
-    """Refuse pools that /dev/shm cannot hold, before any process starts.
-
-    A container's default of 64 MB is the usual reason, so it has its own message.
-    """
+    """Refuse pools that shared memory cannot hold together, before any process starts."""
     wanted = limits.decode_pool_bytes
     if limits.shared:
         wanted += limits.pool_bytes_per_rank * limits.cp_size
-    stat = os.statvfs(SHARED_MEMORY_DIR)
-    free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
-    if wanted <= free:
-        return
-    small_container = total <= 64 * 2**20
-    raise CapacityError(
-        "the shared memory is a container's default of 64 MB, too small for the KV pools"
-        if small_container
-        else "not enough free shared memory in /dev/shm for the KV pools",
-        value=f"{wanted} bytes wanted, {free} free",
-        change=f"start the container with --shm-size={-(-wanted // 2**20) + 64}m, "
-        "or lower --max-total-tokens"
-        if small_container
-        else "free some, enlarge /dev/shm, or lower --max-total-tokens",
-    )
+    if wanted > free_shared_memory_bytes():
+        raise shared_memory_shortage(wanted)

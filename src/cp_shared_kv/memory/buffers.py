@@ -105,7 +105,7 @@ class SharedMemoryBuffer:
         except BaseException as error:  # an interrupt too must leave nothing behind
             os.unlink(path)
             if isinstance(error, OSError) and error.errno in NO_ROOM:
-                raise _no_room(nbytes) from error
+                raise shared_memory_shortage(nbytes) from error
             raise
         finally:
             os.close(fd)
@@ -189,17 +189,22 @@ def _checked_path(name: str, nbytes: int) -> str:
     return os.path.join(SHARED_MEMORY_DIRECTORY, name)
 
 
-def _no_room(nbytes: int) -> CapacityError:
+def shared_memory_shortage(nbytes: int) -> CapacityError:
+    """The error for `nbytes` that do not fit: what is free, and how to get more of it."""
     space = os.statvfs(SHARED_MEMORY_DIRECTORY)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     change = "lower --max-total-tokens, or remove segments that killed runs left"
     if total <= CONTAINER_DEFAULT_BYTES:
         change = (
-            "this is a container's default size: start it with docker run --shm-size=8g or "
-            "--ipc=host; in Kubernetes mount an emptyDir with medium: Memory there"
+            "this is a container's default of 64 MB: start it with "
+            f"--shm-size={-(-nbytes // 2**20) + 64}m or --ipc=host (in Kubernetes mount an "
+            "emptyDir with medium: Memory there), or lower --max-total-tokens"
         )
     elif total < nbytes:
-        change = f"enlarge it: mount -o remount,size=... {SHARED_MEMORY_DIRECTORY}"
+        change = (
+            f"enlarge it: mount -o remount,size=... {SHARED_MEMORY_DIRECTORY}, "
+            "or lower --max-total-tokens"
+        )
     return CapacityError(
         f"too little shared memory in {SHARED_MEMORY_DIRECTORY}",
         value=f"{nbytes} bytes wanted",
