@@ -128,6 +128,7 @@ def test_too_little_shared_memory_is_told_in_bytes() -> None:
         (["--disaggregation-transfer-backend=mooncake"], "shared_memory"),
         (["--page-size=48"], "--page-size"),
         (["--context-length=999999"], "max_position_embeddings"),
+        (["--kv-cache-dtype=fp8_e4m3"], "kv_lora_rank"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(flags: list[str], named: str) -> None:

@@ -15,6 +15,7 @@ from cp_shared_kv.transfer.messages import MAX_TOKENS
 KVRead = Literal["auto", "pull", "collective"]
 TransferBackend = Literal["shared_memory", "mooncake"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
 
 MAX_PAGE_SIZE = 1024
 MAX_CP_SIZE = 64
@@ -45,7 +46,10 @@ class EngineConfig:
     """Port of the HTTP server; 0 picks a free one."""
 
     dtype: Dtype = "auto"
-    """Compute type of the model; auto takes the checkpoint's."""
+    """Compute type of the model; auto takes the checkpoint's, with bfloat16 for its float16."""
+
+    kv_cache_dtype: KVCacheDtype = "auto"
+    """What KV pages store; auto takes the compute type, fp8_e4m3 needs a model of its widths."""
 
     page_size: int = 64
     """Tokens a KV page holds: the unit of ownership, prefix matching and transfer."""
@@ -129,6 +133,7 @@ class EngineConfig:
     def _check_choices(self) -> None:
         choices = {
             "dtype": get_args(Dtype),
+            "kv_cache_dtype": get_args(KVCacheDtype),
             "nsa_prefill_cp_mode": get_args(SplitMode),
             "kv_read": get_args(KVRead),
             "disaggregation_transfer_backend": get_args(TransferBackend),

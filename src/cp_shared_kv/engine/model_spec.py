@@ -8,8 +8,9 @@ from pathlib import Path
 
 import torch
 
-from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config import Dtype, EngineConfig, KVCacheDtype
 from cp_shared_kv.engine.run_spec import PageLayout
+from cp_shared_kv.memory.formats.fp8_scaled import FP8_INDEX_HEAD_DIM
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
@@ -48,25 +49,41 @@ class ModelDescription:
 def describe_model(config: EngineConfig) -> ModelDescription:
     """Read a checkpoint's config and headers. Raises `ConfigError` or `CheckpointError`."""
     model = ModelConfig.from_directory(config.model_path)
+    dtype = compute_dtype(config.dtype, model.checkpoint_dtype)
     return ModelDescription(
         config=model,
-        pool_spec=pool_spec(model, config.page_size),
+        pool_spec=pool_spec(model, config.page_size, config.kv_cache_dtype, dtype),
         fingerprint=_fingerprint(config.model_path),
-        compute_dtype=torch.bfloat16 if config.dtype == "bfloat16" else torch.float32,
+        compute_dtype=dtype,
     )
 
 
-def pool_spec(model: ModelConfig, page_size: int) -> KVPoolSpec:
-    """The page formats of a model. This release stores exact fp32 pages."""
+def compute_dtype(chosen: Dtype, checkpoint_dtype: str | None) -> torch.dtype:
+    """The type to compute in: what was chosen, else the checkpoint's, fp32 where it names none.
+
+    float16 weights are computed in bfloat16, which is as small and has the range of fp32.
+    """
+    name = (checkpoint_dtype or "float32") if chosen == "auto" else chosen
+    return torch.bfloat16 if name in ("bfloat16", "float16") else torch.float32
+
+
+def pool_spec(
+    model: ModelConfig, page_size: int, kv_cache_dtype: KVCacheDtype, dtype: torch.dtype
+) -> KVPoolSpec:
+    """The page formats of a model that computes in `dtype`.
+
+    Raises ConfigError for fp8 where the model's widths do not suit it.
+    """
+    latent, index = _format_names(model, kv_cache_dtype, dtype)
     return KVPoolSpec(
         latent=latent_format(
-            "fp32",
+            latent,
             kv_lora_rank=model.kv_lora_rank,
             qk_rope_head_dim=model.qk_rope_head_dim,
             page_size=page_size,
         ),
         index=index_format(
-            "fp32",
+            index,
             index_head_dim=model.index_head_dim,
             page_size=page_size,
             rope_style=model.index_rope_style,
@@ -75,6 +92,23 @@ def pool_spec(model: ModelConfig, page_size: int) -> KVPoolSpec:
         num_layers=model.num_hidden_layers,
         index_layers=model.index_layers,
     )
+
+
+def _format_names(
+    model: ModelConfig, kv_cache_dtype: KVCacheDtype, dtype: torch.dtype
+) -> tuple[str, str]:
+    """The formats of latent KV and of index K."""
+    if kv_cache_dtype == "auto":
+        kv_cache_dtype = "bf16" if dtype == torch.bfloat16 else "fp32"
+    match kv_cache_dtype:
+        case "fp32":
+            return "fp32", "fp32"
+        case "bf16":
+            # Index K in fp8, as the production kernels read it. Other widths than theirs have no
+            # such kernel, and no reason to lose what bf16 keeps.
+            return "bf16", "fp8_scaled" if model.index_head_dim == FP8_INDEX_HEAD_DIM else "bf16"
+        case "fp8_e4m3":
+            return "fp8_ds_mla", "fp8_scaled"
 
 
 def _fingerprint(directory: Path) -> str:

@@ -57,6 +57,9 @@ def log_capacity(spec: RunSpec) -> None:
         limits.decode_tokens,
         limits.context_length,
     )
+    logger.info(
+        "KV page formats: %s, %s", spec.page_layout.latent_format, spec.page_layout.index_format
+    )
 
 
 def first_configuration(spec: RunSpec) -> Configure:

@@ -33,9 +33,11 @@ class ModelConfig:
 
     `sparse_mlp_layers` says per layer whether its MLP is a mixture of experts; attention is
     sparse in every layer. `context_length` is the longest request in tokens, answer included.
+    `checkpoint_dtype` is config.json's name for the type of the weights, None where it has none.
     """
 
     model_type: str
+    checkpoint_dtype: str | None
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -115,6 +117,7 @@ class ModelConfig:
         layers = sizes["num_hidden_layers"]
         parsed = cls(
             model_type=str(model_type),
+            checkpoint_dtype=_checkpoint_dtype(config),
             **sizes,
             num_nextn_predict_layers=integer(config, "num_nextn_predict_layers", 1, least=0),
             n_shared_experts=integer(config, "n_shared_experts", 1),
@@ -213,6 +216,15 @@ def _sparse_mlp_layers(config: Mapping[str, Any], layers: int) -> tuple[bool, ..
     if not isinstance(types, list) or len(types) != layers or any(t not in kinds for t in types):
         raise refuse("mlp_layer_types", types, f"a list of {layers}, each dense or sparse")
     return tuple(kind == "sparse" for kind in types)
+
+
+def _checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
+    value = config.get("dtype")
+    if value is None:
+        value = config.get("torch_dtype")  # its name before transformers 5
+    if value is not None and not isinstance(value, str):
+        raise refuse("dtype", value, "the name of a type, such as bfloat16")
+    return value
 
 
 def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:

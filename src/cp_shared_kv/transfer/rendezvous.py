@@ -24,8 +24,8 @@ _EQUAL_FIELDS: dict[str, str] = {
     "model_fingerprint": f"{_DECODE_FOLLOWS} --model-path",
     "num_layers": f"{_DECODE_FOLLOWS} --model-path",
     "index_layers": f"{_DECODE_FOLLOWS} --model-path",
-    "latent_format": f"{_DECODE_FOLLOWS} KV page format",
-    "index_format": f"{_DECODE_FOLLOWS} index-K page format",
+    "latent_format": f"{_DECODE_FOLLOWS} --kv-cache-dtype and --dtype",
+    "index_format": f"{_DECODE_FOLLOWS} --kv-cache-dtype and --dtype",
     "bytes_per_page": "run the same release of cp-shared-kv on both ends",
 }
 
