@@ -16,7 +16,7 @@ from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.formats.plain import PlainIndexFormat
-from cp_shared_kv.memory.formats.registry import latent_format
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
@@ -29,15 +29,21 @@ from cp_shared_kv.testing.bitwise import assert_bitwise_equal, first_difference
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF  # as fp32 a NaN, as an index far outside
-KV_LORA_RANK, QK_ROPE_HEAD_DIM, INDEX_HEAD_DIM = 6, 2, 3
 NUM_LAYERS, INDEX_LAYERS = 3, (0, 2)
+NARROW, WIDE = (6, 2, 3), (256, 4, 128)
+"""Latent, rope and index widths: a few bytes a row, or such as every format takes."""
 
 
 class PoisonedScratch(Scratch):
     """Scratch in which nothing of an earlier batch survives, so that a missed row shows."""
 
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(limit_bytes)
+        self.taken: dict[str, torch.Tensor] = {}
+
     def take(self, purpose: str, nbytes: int) -> torch.Tensor:
-        return super().take(purpose, nbytes).fill_(POISON)
+        self.taken[purpose] = super().take(purpose, nbytes).fill_(POISON)
+        return self.taken[purpose]
 
 
 @dataclass
@@ -51,6 +57,12 @@ class Shape:
     split: SplitMode
     index_sections: tuple[int, ...]
     """Bytes of an index key in each section of its page: 12 in all."""
+    formats: tuple[str, str] | None = None
+    """Latent and index format at the wide widths, instead of narrow fp32 in these sections."""
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        return NARROW if self.formats is None else WIDE
 
 
 @dataclass
@@ -60,17 +72,30 @@ class Mode:
     pool: KVPool
     layout: CpSharedKVLayout
     reader: PrefixReader
-    scratch: Scratch
+    scratch: PoisonedScratch
+
+    def source(self, kind: PageKind, layer: int) -> torch.Tensor:
+        """The pages in which the slots of the layer stored last are looked up."""
+        if self.layout.cp_size == 1:
+            return self.pool.pages(kind, layer)
+        return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
 
 
 def make_spec(shape: Shape) -> KVPoolSpec:
+    latent_width, rope_width, index_width = shape.widths
     latent = latent_format(
-        "fp32",
-        kv_lora_rank=KV_LORA_RANK,
-        qk_rope_head_dim=QK_ROPE_HEAD_DIM,
+        "fp32" if shape.formats is None else shape.formats[0],
+        kv_lora_rank=latent_width,
+        qk_rope_head_dim=rope_width,
         page_size=shape.page_size,
     )
-    index = PlainIndexFormat("test", shape.page_size, shape.index_sections, "test", torch.float32)
+    if shape.formats is None:
+        sections = shape.index_sections
+        index = PlainIndexFormat("test", shape.page_size, sections, "test", torch.float32)
+    else:
+        index = index_format(
+            shape.formats[1], index_head_dim=index_width, page_size=shape.page_size
+        )
     return KVPoolSpec(latent, index, NUM_LAYERS, INDEX_LAYERS)
 
 
@@ -126,32 +151,54 @@ def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
 
 
 class Truth:
-    """What every token of the logical pool should hold, kept apart from all that is tested."""
+    """What every token of the logical pool should hold, kept apart from all that is tested.
+
+    Narrow rows are any bits whatever. Wide ones are what the format makes of random values; that
+    these are the right bytes is for the formats' own tests to say.
+    """
 
     def __init__(self, shape: Shape, cp_size: int) -> None:
+        self.shape = shape
+        self.spec = make_spec(shape)
         locs = (cp_size * shape.physical_pages + 1) * shape.page_size
-        widths: dict[PageKind, int] = {
-            "latent": KV_LORA_RANK + QK_ROPE_HEAD_DIM,
-            "index": INDEX_HEAD_DIM,
-        }
         self.rows = {
-            (kind, layer): torch.full((locs, width * 4), POISON, dtype=torch.uint8)
-            for kind, width in widths.items()
-            for layer in (range(NUM_LAYERS) if kind == "latent" else INDEX_LAYERS)
+            (kind, layer): torch.full(
+                (locs, self.spec.format(kind).row_bytes), POISON, dtype=torch.uint8
+            )
+            for kind in PAGE_KINDS
+            for layer in self.spec.layers(kind)
         }
 
     def compute(self, seed: int, layer: int, locs: torch.Tensor) -> dict[PageKind, torch.Tensor]:
-        """New rows of any bits whatever for the batch's tokens, the same on every rank."""
+        """New values for the batch's tokens, the same on every rank."""
         generator = torch.Generator().manual_seed(seed * NUM_LAYERS + layer)
+        latent_width, rope_width, index_width = self.shape.widths
+        widths: dict[PageKind, int] = {"latent": latent_width + rope_width, "index": index_width}
         computed: dict[PageKind, torch.Tensor] = {}
-        for kind in PAGE_KINDS:
-            if (kind, layer) in self.rows:
-                rows = self.rows[kind, layer]
-                size = (len(locs), rows.shape[1])
+        for kind, width in widths.items():
+            if (kind, layer) not in self.rows:
+                continue
+            if self.shape.formats is None:
+                size = (len(locs), 4 * width)
                 new = torch.randint(0, 256, size, dtype=torch.uint8, generator=generator)
-                rows[locs] = new
-                computed[kind] = new.view(torch.float32)
+                computed[kind], self.rows[kind, layer][locs] = new.view(torch.float32), new
+            else:
+                exponents = torch.randint(-30, 30, (len(locs), 1), generator=generator)
+                values = torch.randn(len(locs), width, generator=generator) * 2.0**exponents
+                computed[kind] = values
+                self.rows[kind, layer][locs] = self.encode(kind, values)
         return computed
+
+    def encode(self, kind: PageKind, values: torch.Tensor) -> torch.Tensor:
+        if kind == "index":
+            return self.spec.index.encode(values)
+        width = self.shape.widths[0]
+        return self.spec.latent.encode(values[:, :width], values[:, width:])
+
+    def decode(self, kind: PageKind, rows: torch.Tensor) -> torch.Tensor:
+        if kind == "index":
+            return self.spec.index.decode(rows, torch.float32)
+        return torch.cat(self.spec.latent.decode(rows, torch.float32), dim=1)
 
 
 def check_story(
@@ -244,18 +291,25 @@ class Run:
             computed = self.truth.compute(self.forwards, layer, new_locs)
             for name, kv in kvs.items():
                 mine = {kind: rows[kv.token_indices] for kind, rows in computed.items()}
-                latent, k_pe = mine["latent"].split([KV_LORA_RANK, QK_ROPE_HEAD_DIM], dim=1)
+                latent, k_pe = mine["latent"].split(self.shape.widths[:2], dim=1)
                 self.dawdle()
                 kv.store(layer, latent, k_pe, mine.get("index"))
                 self.dawdle()
                 for number, (span, its_locs) in enumerate(zip(kv.requests, locs, strict=True)):
                     for kind in computed:
-                        read = self.read(kv, kind, layer, span.slots)
+                        where = f"{name}: {kind} of layer {layer}, request {number}"
                         expected = self.truth.rows[kind, layer][its_locs]
-                        difference = first_difference(read, expected)
-                        if difference is not None:
-                            where = f"{name}: {kind} of layer {layer}, request {number}"
-                            mismatches.append(f"{where}: {difference}")
+                        pages = self.modes[name].source(kind, layer)
+                        held = self.truth.spec.format(kind).gather_rows(pages, span.slots)
+                        read = self.read(kv, kind, layer, span.slots)
+                        for got, wanted in (
+                            (held, expected),
+                            (read, self.truth.decode(kind, expected)),
+                        ):
+                            if difference := first_difference(
+                                got.view(torch.uint8), wanted.view(torch.uint8)
+                            ):
+                                mismatches.append(f"{where}: {difference}")
                         self.rows_checked += len(read)
         any_kv = next(iter(kvs.values()))
         self.tokens_computed += len(any_kv.token_indices)
@@ -290,8 +344,8 @@ class Run:
 
     def read(self, kv: ForwardKV, kind: PageKind, layer: int, slots: torch.Tensor) -> torch.Tensor:
         if kind == "index":
-            return kv.index_keys(layer, slots).view(torch.uint8)
-        return torch.cat(kv.latent(layer, slots), dim=1).view(torch.uint8)
+            return kv.index_keys(layer, slots)
+        return torch.cat(kv.latent(layer, slots), dim=1)
 
     def check_local_tokens(self, kv: ForwardKV, spans: list[BatchSpan]) -> None:
         """Which request and position each of this rank's tokens has."""
@@ -324,6 +378,6 @@ class Run:
     def pages_of(self, kind: PageKind, layer: int) -> torch.Tensor:
         """The true rows as pages: the first section of all tokens of a page, then the next."""
         rows = self.truth.rows[kind, layer]
-        sections = self.shape.index_sections if kind == "index" else (rows.shape[1],)
+        sections = self.truth.spec.format(kind).sections
         parts = rows.view(-1, self.shape.page_size, rows.shape[1]).split(sections, dim=2)
         return torch.cat([part.flatten(1) for part in parts], dim=1)

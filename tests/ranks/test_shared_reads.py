@@ -19,6 +19,7 @@ pytestmark = pytest.mark.ranks
 RANKS_FILE = Path(__file__).with_name("kv_ranks.py")
 PHYSICAL_PAGES = 24
 SPLITS = ["in-seq-split", "round-robin-split"]
+FORMATS = [["fp32", "fp32"], ["bf16", "bf16"], ["bf16", "fp8_scaled"], ["fp8_ds_mla", "fp8_scaled"]]
 # Page size, stripe pages, bytes of an index key in each section of a page.
 SHAPES = [(4, 1, [12]), (3, 2, [8, 4]), (1, 1, [12]), (64, 4, [9, 2, 1])]
 
@@ -121,6 +122,27 @@ def test_every_read_gives_the_bytes_once_written(
     )
     computed = sum(result["tokens"] for result in results)
     assert computed == sum(span["new_len"] for batch in story for span in batch)
+    assert all(result["rows"] > 0 for result in results)
+
+
+@pytest.mark.parametrize("formats", FORMATS, ids="+".join)
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize(("cp_size", "page_size", "stripe_pages"), [(2, 64, 1), (4, 3, 2)])
+def test_every_format_is_staged_stored_and_read_as_the_bytes_once_encoded(
+    rank_pool: RankPool,
+    make_shape: MakeShape,
+    cp_size: int,
+    split: str,
+    page_size: int,
+    stripe_pages: int,
+    formats: list[str],
+) -> None:
+    results = rank_pool.run(
+        f"{RANKS_FILE}:check_story",
+        size=cp_size,
+        shape=make_shape(split, page_size, stripe_pages=stripe_pages, formats=formats),
+        story=long_story(page_size, shuffled(cp_size * PHYSICAL_PAGES, seed=cp_size)),
+    )
     assert all(result["rows"] > 0 for result in results)
 
 
