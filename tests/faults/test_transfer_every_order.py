@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from enum import Enum
 from typing import Any
 
@@ -11,11 +12,11 @@ import pytest
 
 from cp_shared_kv.testing.room_world import RoomPlan, RoomWorld
 
-STEPS = ("open", "chunk", "land")
-FAULTS = (
-    *("fail", "lose track", "abort rank", "abort decode", "silence"),
-    *("kill rank", "kill decode", "kill group", "withdraw"),
-)
+STEPS_OF_A_RANK = ("open", "chunk", "drain")
+STEPS_OF_A_WRITE = ("land", "land late")
+FAULTS_OF_A_RANK = ("abort rank", "kill rank")
+FAULTS_OF_A_WRITE = ("fail", "lose track")
+FAULTS_OF_THE_ROOM = ("abort decode", "silence", "kill decode", "kill group", "withdraw")
 
 
 def frozen(value: Any) -> Any:
@@ -33,6 +34,18 @@ def frozen(value: Any) -> Any:
     return value
 
 
+def moves(world: RoomWorld, faults: bool) -> Iterator[tuple[str, int, bool]]:
+    """Every event that can happen now: its name, where, and whether it is a fault."""
+    ranks, writes = range(world.plan.cp_size), range(len(world.writes))
+    yield from ((event, i, False) for event in STEPS_OF_A_RANK for i in ranks)
+    yield from ((event, i, False) for event in STEPS_OF_A_WRITE for i in writes)
+    yield from (("double", i, False) for i in range(len(world.links)))
+    if faults:
+        yield from ((event, i, True) for event in FAULTS_OF_A_RANK for i in ranks)
+        yield from ((event, i, True) for event in FAULTS_OF_A_WRITE for i in writes)
+        yield from ((event, 0, True) for event in FAULTS_OF_THE_ROOM)
+
+
 def every_world(plan: RoomPlan, faults: int) -> int:
     """Visit all states of a room: every order, every message lost, late or doubled.
 
@@ -45,16 +58,11 @@ def every_world(plan: RoomPlan, faults: int) -> int:
     while pending:
         world, faults_left = pending.pop()
         copy.deepcopy(world).settle()
-        moves = [(event, i) for event in STEPS for i in range(plan.cp_size)]
-        moves += [("double", i) for i in range(len(world.links))]
-        moves += [("drain", i) for i in range(plan.cp_size)]
-        if faults_left:
-            moves += [(event, i) for event in FAULTS for i in range(plan.cp_size)]
-        for event, choice in moves:
+        for event, choice, faulty in moves(world, faults_left > 0):
             after = copy.deepcopy(world)
             after.happen(event, choice)
             after.links = sorted(set(after.links), key=repr)
-            left = faults_left - (event in FAULTS)
+            left = faults_left - faulty
             if (key := (frozen(after), left)) not in seen:
                 seen.add(key)
                 pending.append((after, left))
@@ -64,10 +72,12 @@ def every_world(plan: RoomPlan, faults: int) -> int:
 @pytest.mark.parametrize(
     ("plan", "faults", "states"),
     [
-        (RoomPlan(cp_size=2, pages=3, chunks=1), 0, 75),
-        (RoomPlan(cp_size=1, pages=2, chunks=2), 1, 190),
-        pytest.param(RoomPlan(cp_size=2, pages=3, chunks=2), 1, 9900, marks=pytest.mark.soak),
+        (RoomPlan(cp_size=2, pages=3, chunks=1), 0, 74),
+        (RoomPlan(cp_size=2, pages=3, chunks=3), 0, 462),
+        (RoomPlan(cp_size=1, pages=2, chunks=3), 1, 228),
+        pytest.param(RoomPlan(cp_size=2, pages=3, chunks=1), 1, 6791, marks=pytest.mark.soak),
     ],
+    ids=["two ranks", "two ranks, three chunks", "one rank, one fault", "two ranks, one fault"],
 )
 def test_every_order_of_a_small_room_keeps_the_promises(
     plan: RoomPlan, faults: int, states: int

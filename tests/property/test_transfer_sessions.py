@@ -1,11 +1,39 @@
-"""Random schedules of both sides of a room, over links that lose, double and reorder messages."""
+"""Random schedules of both sides of a room, over links that lose, double and reorder; nonsense."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import hypothesis.strategies as st
+import numpy as np
 from hypothesis import given, note, settings
 
-from cp_shared_kv.testing.room_world import RoomPlan, RoomWorld
+from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.layout.pages import PhysicalPages
+from cp_shared_kv.testing.room_world import (
+    DECODE_EPOCH,
+    PREFILL_EPOCH,
+    ROOM,
+    RoomPlan,
+    RoomWorld,
+)
+from cp_shared_kv.transfer.actions import Covered, FreePages, RoomFailed, SendMessage
+from cp_shared_kv.transfer.codec import pack_int64
+from cp_shared_kv.transfer.decode_session import DecodeSession
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Concluded,
+    Message,
+    Quiesced,
+    Released,
+    Sent,
+    Withdrawn,
+    decode,
+    encode,
+)
+from cp_shared_kv.transfer.reservation import Reservation
+
+LINK: dict[str, Any] = {"epoch": PREFILL_EPOCH, "peer_epoch": DECODE_EPOCH, "room": ROOM}
 
 HARMLESS = ("open", "chunk", "deliver", "land", "resend", "double", "drop", "chunk again")
 # Frequent events stand more than once: a room that dies young proves little.
@@ -65,3 +93,57 @@ def test_a_rank_that_sends_the_wrong_pages_fails_the_room_in_every_order(
     world = run(plan, schedule, HARMLESS)
     assert world.outcomes == ["failed"]
     assert world.freed
+
+
+# Well-formed, from the right life, and otherwise nonsense: what a broken or hostile rank may say.
+NUMBERS = st.integers(0, 3) | st.sampled_from([1 << 40])
+NONSENSE = st.one_of(
+    st.builds(
+        lambda rank, chunk, positions: Sent(
+            **LINK, rank=rank, chunk=chunk, positions=pack_int64(positions), descriptors=1, nbytes=1
+        ),
+        st.integers(0, 2),
+        st.integers(0, 2),
+        st.lists(NUMBERS, max_size=3).map(lambda values: np.array(values, dtype=np.int64)),
+    ),
+    st.builds(
+        lambda rank, success, quiescent, chunks, positions: Concluded(
+            **LINK,
+            rank=rank,
+            outcome="success" if success else "failed",
+            reason="" if success else "why not",
+            quiescent=success or quiescent,
+            sent_chunks=chunks,
+            total_positions=positions,
+        ),
+        st.integers(0, 2),
+        st.booleans(),
+        st.booleans(),
+        NUMBERS,
+        NUMBERS,
+    ),
+    st.builds(lambda rank: Quiesced(**LINK, rank=rank), st.integers(0, 2)),
+    st.just(AbortRoom(**LINK, reason="stop")),
+    st.just(Withdrawn(**LINK, reason="gone")),
+    st.just(Released(**LINK)),
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(pages=st.integers(0, 4), messages=st.lists(NONSENSE, min_size=5, max_size=25))
+def test_nothing_that_ranks_may_say_breaks_the_books_of_decode(
+    pages: int, messages: list[Message]
+) -> None:
+    reservation = Reservation(0, PhysicalPages(np.arange(1, pages + 1, dtype=np.int64)))
+    session = DecodeSession(ROOM, DECODE_EPOCH, PREFILL_EPOCH, 2, reservation)
+    outcomes: list[type] = []
+    for message in messages:
+        before = (session.state, session.covered_positions)
+        try:
+            actions = session.receive(decode(encode(message)))
+        except ProtocolError:
+            assert (session.state, session.covered_positions) == before
+            actions = []
+        session.check_invariants()
+        outcomes += [type(action) for action in actions if not isinstance(action, SendMessage)]
+    assert outcomes in ([], [Covered], [RoomFailed], [RoomFailed, FreePages])

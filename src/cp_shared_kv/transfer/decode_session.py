@@ -1,9 +1,9 @@
-"""One room at decode: what has arrived, whether it is all, and when its pages are safe to reuse.
+r"""One room at decode: what has arrived, whether it is all, and when its pages are safe to reuse.
 
 Events are method calls and return the actions to take, in order. No I/O, no clock, no threads.
 
     RECEIVING --all N heard, exact cover--> COVERED
-        \\--any failure--> QUARANTINED --all N quiescent or dead--> FREED
+        \--any failure--> QUARANTINED --all N quiescent or dead--> FREED
 """
 
 from __future__ import annotations

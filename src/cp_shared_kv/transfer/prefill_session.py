@@ -1,10 +1,10 @@
-"""One room at one CP rank: which pages to write, what to tell decode, when the sources are free.
+r"""One room at one CP rank: which pages to write, what to tell decode, when the sources are free.
 
 Events are method calls and return the actions to take, in order. No I/O, no clock, no threads.
 
     OPEN --last chunk--> FLUSHING --all writes done--> SUCCEEDED
-      \\----------------------\\--any failure--> DRAINING --no write left--> FAILED
-                                             (or FAILED at once)
+      \----------------------\--any failure--> DRAINING --no write left--> FAILED
+                                              (or FAILED at once)
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -23,10 +23,10 @@ Memory = npt.NDArray[np.uint8]
 
 @dataclass
 class _Peer:
-    """A peer and its regions in this process; none while it is unreachable."""
+    """A peer, and its regions in this process: None while it is unreachable."""
 
     info: PeerInfo
-    memory: dict[str, Memory] = field(default_factory=dict[str, Memory])
+    memory: dict[str, Memory] | None = None
 
 
 class SharedMemoryTransport:
@@ -138,7 +138,7 @@ class SharedMemoryTransport:
                 raise self._error(
                     "write to a peer that is not connected", "unknown_peer", peer=peer
                 )
-            if not known.memory:
+            if known.memory is None:
                 raise self._error("write to a peer that is unreachable", "unreachable", peer=peer)
             local = self._local.get(runs.local_region)
             remote = known.memory.get(runs.remote_region)
@@ -160,7 +160,7 @@ class SharedMemoryTransport:
                 self._changed.notify_all()
 
     def _map(self, peer: _Peer) -> None:
-        if peer.memory:
+        if peer.memory is not None:
             return
         mapped: dict[str, Memory] = {}
         for region in peer.info.regions:
