@@ -217,7 +217,7 @@ def test_each_transfer_logs_one_line_a_rank_and_pages_add_up(
         ({"max_tokens": -1}, 400),
         ({"max_tokens": 10**12}, 400),
         ({"temperature": "hot"}, 400),
-        ({"temperature": 0.7}, 400),
+        ({"temperature": -0.7}, 400),
         ({"prompt": [1, 2, 10**9]}, 400),
     ],
 )

@@ -40,7 +40,14 @@ class RequestRecord:
     """Seconds on the perf_counter clock."""
     notes: dict[str, object] = field(default_factory=dict[str, object])
     """Further fields of the line, by name."""
+    completion_tokens: int = 0
+    """Of all choices."""
     client_gone: bool = False
+
+    @property
+    def age_seconds(self) -> float:
+        """How long ago the request arrived."""
+        return time.perf_counter() - self.arrived
 
 
 def record_of(request: Request) -> RequestRecord:

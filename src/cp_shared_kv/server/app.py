@@ -16,9 +16,11 @@ from starlette.routing import Route
 from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, EngineStats
 from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.server.access_log import AccessLog
+from cp_shared_kv.server.answering import Answering
 from cp_shared_kv.server.api_error import ApiError, answer_api_error, answer_http_exception
 from cp_shared_kv.server.completions import Completions
 from cp_shared_kv.server.engine_client import EngineClient
+from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.metrics import CONTENT_TYPE, ServerMetrics, render
 from cp_shared_kv.server.openai_schema import Model, ModelList
 from cp_shared_kv.server.request_limits import RequestLimits
@@ -78,7 +80,11 @@ class _Pages:
 
 
 def create_app(
-    client: EngineClient, tokenizer: Tokenizer, description: EngineDescription
+    client: EngineClient,
+    tokenizer: Tokenizer,
+    description: EngineDescription,
+    *,
+    defaults: GenerationDefaults | None = None,
 ) -> Starlette:
     """The HTTP application for one engine; `description` is what `client.describe()` gave.
 
@@ -92,7 +98,8 @@ def create_app(
         )
     metrics = ServerMetrics()
     pages = _Pages(client, description, metrics)
-    completions = Completions(client, tokenizer, description, RequestLimits(description), metrics)
+    answering = Answering(client, tokenizer, description, RequestLimits(description), metrics)
+    completions = Completions(answering, defaults or GenerationDefaults())
     routes = [
         Route("/v1/models", pages.models),
         Route("/v1/models/{model:path}", pages.model),

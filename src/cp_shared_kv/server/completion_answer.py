@@ -1,166 +1,78 @@
-"""The engine's tokens as OpenAI completions: one object, or server-sent events."""
+"""Answers in the format of OpenAI's completions."""
 
 from __future__ import annotations
 
-import asyncio
-import time
-import uuid
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
+from collections.abc import Iterator, Sequence
 
 import msgspec
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
-from cp_shared_kv.engine.api import EngineRefusal, TokenChunk
-from cp_shared_kv.server.access_log import RequestRecord
-from cp_shared_kv.server.api_error import SERVER_STOPPING, ApiError
-from cp_shared_kv.server.detokenizer import StreamDecoder
-from cp_shared_kv.server.disconnect import ClientGoneError, while_connected
-from cp_shared_kv.server.openai_schema import Completion, CompletionChoice, Usage
-from cp_shared_kv.server.tokenizer import Tokenizer
-
-Chunks = AsyncGenerator[TokenChunk]
-
-_STREAM_HEADERS = {
-    "content-type": "text/event-stream; charset=utf-8",
-    "cache-control": "no-cache",
-    # Some proxies would hold events back to fill a buffer.
-    "x-accel-buffering": "no",
-}
+from cp_shared_kv.server.answer_format import AnswerHead, ShownUsage
+from cp_shared_kv.server.choice_text import Piece
+from cp_shared_kv.server.completion_schema import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+)
+from cp_shared_kv.server.openai_schema import Usage
+from cp_shared_kv.server.token_text import TokenTexts
 
 
-class CompletionAnswer:
-    """One answer: its id, and the counts that its usage is made from."""
+class CompletionFormat:
+    """One answer of /v1/completions. `echo` is the prompt's text where it is to be repeated."""
 
-    def __init__(
-        self, model: str, prompt_tokens: int, tokenizer: Tokenizer, eos_token_ids: Sequence[int]
-    ) -> None:
-        self.id = f"cmpl-{uuid.uuid4().hex}"
-        self.tokenizer = tokenizer
-        self._created = int(time.time())
-        self._model = model
-        self._prompt_tokens = prompt_tokens
-        self._eos_token_ids = frozenset(eos_token_ids)
-        self._completion_tokens = 0
-        self._cached_tokens = 0
+    def __init__(self, model: str, texts: TokenTexts, *, logprobs: bool, echo: str = "") -> None:
+        self._head = AnswerHead.new("cmpl", model)
+        self._texts = texts
+        self._logprobs = logprobs
+        self._echo = echo
+        self._begun: set[int] = set()
 
-    def take(self, chunk: TokenChunk) -> Sequence[int]:
-        """Count a chunk's tokens; returns those that have text: not the one that stopped it."""
-        self._completion_tokens += len(chunk.token_ids)
-        self._cached_tokens = chunk.cached_tokens
-        token_ids = chunk.token_ids
-        stopped = chunk.finish_reason == "stop" and token_ids
-        return token_ids[:-1] if stopped and token_ids[-1] in self._eos_token_ids else token_ids
+    @property
+    def id(self) -> str:
+        """The answer's id."""
+        return self._head.id
 
-    def usage(self) -> Usage:
-        """Counts so far."""
-        return Usage.of(self._prompt_tokens, self._completion_tokens, self._cached_tokens)
+    def whole(self, choices: Sequence[Piece], usage: Usage) -> bytes:
+        """All of the answer."""
+        shown = [
+            self._choice(index, choice, self._echo + choice.text)
+            for index, choice in enumerate(choices)
+        ]
+        return self._completion(shown, usage)
 
-    def completion(
-        self, choices: list[CompletionChoice], usage: Usage | msgspec.UnsetType | None
-    ) -> bytes:
-        """A completion object, or a chunk of a stream, as JSON."""
+    def events(self, index: int, piece: Piece, usage: ShownUsage) -> Iterator[bytes]:
+        """One chunk for a piece that shows anything."""
+        text = piece.text
+        if index not in self._begun:
+            self._begun.add(index)
+            text = self._echo + text
+        if text or piece:
+            yield self._completion([self._choice(index, piece, text)], usage)
+
+    def usage_event(self, usage: Usage) -> bytes:
+        """A chunk without choices."""
+        return self._completion([], usage)
+
+    def _completion(self, choices: list[CompletionChoice], usage: ShownUsage) -> bytes:
+        head = self._head
         return msgspec.json.encode(
             Completion(
-                id=self.id, created=self._created, model=self._model, choices=choices, usage=usage
+                id=head.id, created=head.created, model=head.model, choices=choices, usage=usage
             )
         )
 
+    def _choice(self, index: int, piece: Piece, text: str) -> CompletionChoice:
+        logprobs = self._completion_logprobs(piece) if self._logprobs else None
+        return CompletionChoice(text, piece.finish_reason, index, logprobs)
 
-async def whole_completion(answer: CompletionAnswer, chunks: Chunks) -> Response:
-    """All of the answer in one response. Raises `EngineRefusal`."""
-    token_ids: list[int] = []
-    finish_reason = None
-    async with aclosing(chunks):
-        async for chunk in chunks:
-            token_ids += answer.take(chunk)
-            finish_reason = chunk.finish_reason
-    choice = CompletionChoice(answer.tokenizer.decode(token_ids), finish_reason)
-    body = answer.completion([choice], answer.usage())
-    return Response(body, media_type="application/json")
-
-
-class CompletionStream(Response):
-    """The answer as server-sent events, from its first chunk on.
-
-    An engine that fails on the way becomes an error event, after which the response ends without
-    `[DONE]`. A client that goes away ends the generation.
-    """
-
-    def __init__(
-        self,
-        answer: CompletionAnswer,
-        first: TokenChunk,
-        chunks: Chunks,
-        record: RequestRecord,
-        *,
-        include_usage: bool,
-        continuous_usage: bool,
-    ) -> None:
-        super().__init__(headers=_STREAM_HEADERS)
-        del self.headers["content-length"]
-        self._answer, self._first, self._chunks, self._record = answer, first, chunks, record
-        self._include_usage, self._continuous_usage = include_usage, continuous_usage
-
-    async def __call__(
-        self,
-        scope: Scope,  # noqa: ARG002  (ASGI's signature)
-        receive: Receive,
-        send: Send,
-    ) -> None:
-        """Send the events as they come."""
-        try:
-            await while_connected(receive, self._send(send))
-        except ClientGoneError:
-            self._record.client_gone = True
-        except asyncio.CancelledError:
-            # The server stops and will not wait any longer.
-            await send({"type": "http.response.body", "body": _event(SERVER_STOPPING.body())})
-        finally:
-            await self._chunks.aclose()
-
-    async def _send(self, send: Send) -> None:
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
-        async with aclosing(self._events()) as events:
-            async for event in events:
-                body = _event(event)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _events(self) -> AsyncGenerator[bytes]:
-        answer, chunk = self._answer, self._first
-        decoder = StreamDecoder(answer.tokenizer)
-        try:
-            while True:
-                text = decoder.push(answer.take(chunk))
-                if chunk.finish_reason is not None:
-                    text += decoder.flush()
-                if text or chunk.finish_reason is not None:
-                    choice = CompletionChoice(text, chunk.finish_reason)
-                    yield answer.completion([choice], self._chunk_usage())
-                if chunk.finish_reason is not None:
-                    break
-                chunk = await anext(self._chunks)
-        except EngineRefusal as refusal:
-            yield ApiError.from_refusal(refusal).body()
-            return
-        if self._include_usage:
-            yield answer.completion([], answer.usage())
-        yield b"[DONE]"
-
-    def _chunk_usage(self) -> Usage | msgspec.UnsetType | None:
-        if self._continuous_usage:
-            return self._answer.usage()
-        # OpenAI's streams with usage have the field in every chunk, null but in the last.
-        return None if self._include_usage else msgspec.UNSET
-
-
-def _event(data: bytes) -> bytes:
-    return b"data: " + data + b"\n\n"
+    def _completion_logprobs(self, piece: Piece) -> CompletionLogprobs:
+        name = self._texts.unique_text
+        shown = CompletionLogprobs([], [], [], [])
+        for token in piece.tokens:
+            told = token.logprobs
+            likely = {name(token_id): logprob for token_id, logprob in told.top}
+            shown.tokens.append(name(told.token_id))
+            shown.token_logprobs.append(told.logprob)
+            shown.top_logprobs.append(likely | {name(told.token_id): told.logprob})
+            shown.text_offset.append(token.text_offset)
+        return shown

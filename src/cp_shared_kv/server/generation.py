@@ -12,8 +12,47 @@ from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.metrics import ServerMetrics
 
 
+class RequestMeter:
+    """Times and counts of one request in the engine, for the metrics and the log line.
+
+    An answer of several choices has a meter for each; they share the record of its log line.
+    """
+
+    def __init__(self, record: RequestRecord, metrics: ServerMetrics) -> None:
+        self._record, self._metrics = record, metrics
+        self._previous: float | None = None
+        self._finished = False
+
+    def tokens(self, count: int, cached_tokens: int) -> None:
+        """So many more output tokens have come."""
+        notes, now = self._record.notes, time.perf_counter()
+        if count and self._previous is None:
+            seconds = now - self._record.arrived
+            self._metrics.time_to_first_token.observe(seconds)
+            notes.setdefault("first_token_seconds", round(seconds, 6))
+            notes.setdefault("cached_tokens", cached_tokens)
+        elif count and self._previous is not None:
+            self._metrics.inter_token_latency.observe((now - self._previous) / count, count)
+        if count:
+            self._previous = now
+        self._record.completion_tokens += count
+        notes["completion_tokens"] = self._record.completion_tokens
+
+    def finished(self, reason: str) -> None:
+        """The last token has come, or a stop string made one the last. Later calls do nothing."""
+        if self._finished:
+            return
+        self._finished = True
+        self._record.notes["finish_reason"] = reason
+        self._metrics.request_latency.observe(time.perf_counter() - self._record.arrived)
+
+    def refused(self, reason: str) -> None:
+        """The engine did not take the request, or could not finish it."""
+        self._record.notes["refusal"] = reason
+
+
 async def generate(
-    client: EngineClient, request: GenerateRequest, record: RequestRecord, metrics: ServerMetrics
+    client: EngineClient, request: GenerateRequest, meter: RequestMeter
 ) -> AsyncGenerator[TokenChunk]:
     """The engine's chunks up to the last one, which has finish reason stop or length.
 
@@ -22,37 +61,20 @@ async def generate(
     its pages are freed.
     """
     over = False
-    output_tokens = 0
-    previous = record.arrived
     try:
         async with aclosing(client.generate(request)) as chunks:
             async for chunk in chunks:
-                now = time.perf_counter()
-                new_tokens = len(chunk.token_ids)
-                if new_tokens and output_tokens == 0:
-                    metrics.time_to_first_token.observe(now - record.arrived)
-                    record.notes["first_token_seconds"] = round(now - record.arrived, 6)
-                elif new_tokens:
-                    metrics.inter_token_latency.observe((now - previous) / new_tokens, new_tokens)
-                if new_tokens:
-                    previous = now
-                output_tokens += new_tokens
-                record.notes["completion_tokens"] = output_tokens
-                record.notes["cached_tokens"] = chunk.cached_tokens
-                if chunk.finish_reason is not None:
-                    record.notes["finish_reason"] = chunk.finish_reason
+                meter.tokens(len(chunk.token_ids), chunk.cached_tokens)
                 if chunk.finish_reason == "abort":
                     raise EngineRefusal("the engine ended the request", kind="unavailable")
-                if chunk.finish_reason is not None:
-                    over = True
-                    metrics.request_latency.observe(now - record.arrived)
+                over = chunk.finish_reason is not None
                 yield chunk
                 if over:
                     return
         raise EngineRefusal("the engine's output ended without a reason", kind="failed")
     except EngineRefusal as refusal:
         over = True
-        record.notes["refusal"] = refusal.reason
+        meter.refused(refusal.reason)
         raise
     finally:
         if not over:

@@ -1,4 +1,4 @@
-"""The shapes of OpenAI's completions API, as far as this server speaks it."""
+"""The shapes that OpenAI's two completion APIs share, as far as this server speaks them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from cp_shared_kv.engine.api import FinishReason
-
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
+
+ShownFinishReason = Literal["stop", "length"]
+"""stop: an end-of-sequence token, one of stop_token_ids or a stop string; length: max_tokens."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -18,41 +19,35 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     continuous_usage_stats: bool | None = None
 
 
-class CompletionBody(msgspec.Struct, kw_only=True):
-    """POST /v1/completions. A field that is null counts as absent.
+class GenerationFields(msgspec.Struct, kw_only=True):
+    """What a client may say about the output, in either API. A field that is null counts as absent.
 
-    Decoding is greedy: without `temperature` it is 0, where OpenAI's own default is 1. `prompt` is
-    a string or a list of token ids, or a list with one of these; several prompts in one request
-    are refused. The second group of fields is known to clients but can hold its neutral value
-    only (`completion_request.NEUTRAL_VALUES`).
+    Absent sampling fields take what the checkpoint's generation_config.json says, then OpenAI's
+    defaults: temperature 1, everything else off. `top_k`, `min_p`, `repetition_penalty`,
+    `stop_token_ids`, `min_tokens` and `ignore_eos` are the additions that vLLM and SGLang made;
+    `timeout` (seconds) is this server's. Bounds are in `generation_call`.
     """
 
     model: str
-    prompt: str | list[str | Int64 | list[Int64]]
     max_tokens: Int64 | None = None
     max_completion_tokens: Int64 | None = None
-    ignore_eos: bool | None = None
+    min_tokens: Int64 | None = None
+    n: Int64 | None = None
     seed: Int64 | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-
     temperature: float | None = None
     top_p: float | None = None
     top_k: Int64 | None = None
     min_p: float | None = None
-    n: Int64 | None = None
-    best_of: Int64 | None = None
-    echo: bool | None = None
-    logprobs: Int64 | None = None
-    suffix: str | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[Int64] | None = None
-    min_tokens: Int64 | None = None
+    repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
-    add_special_tokens: bool | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[Int64] | None = None
+    ignore_eos: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    timeout: float | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 
@@ -64,7 +59,7 @@ class PromptTokensDetails(msgspec.Struct):
 
 
 class Usage(msgspec.Struct):
-    """Tokens of one request."""
+    """Tokens of one request: its prompt once, and the output of all its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,26 +75,6 @@ class Usage(msgspec.Struct):
             prompt_tokens + completion_tokens,
             PromptTokensDetails(cached_tokens),
         )
-
-
-class CompletionChoice(msgspec.Struct):
-    """The text of an answer, or the next piece of it."""
-
-    text: str
-    finish_reason: FinishReason | None
-    index: int = 0
-    logprobs: None = None
-
-
-class Completion(msgspec.Struct, kw_only=True):
-    """An answer, or one chunk of a streamed one. In streams `usage` may be null or left out."""
-
-    id: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    object: Literal["text_completion"] = "text_completion"
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class Model(msgspec.Struct, kw_only=True):

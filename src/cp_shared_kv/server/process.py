@@ -13,6 +13,7 @@ from cp_shared_kv.engine.child import die_with_parent, report, run_child, set_up
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.server.app import create_app
+from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.serve import serve
 from cp_shared_kv.server.tokenizer import Tokenizer
 
@@ -45,7 +46,8 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
     description = describe(spec)
     tokenizer = Tokenizer.from_directory(spec.engine_config().model_path)
     client = ClusterClient(spec.endpoints.server, description)
-    app = create_app(client, tokenizer, description)
+    defaults = GenerationDefaults.from_directory(spec.engine_config().model_path)
+    app = create_app(client, tokenizer, description, defaults=defaults)
     await client.start()
     try:
         await serve(app, listener, on_ready=lambda _address: report(spec, NAME, ready=True))

@@ -40,8 +40,10 @@ class RequestLimits:
             param="prompt",
         )
 
-    def output_tokens(self, prompt_tokens: int, max_tokens: int | None) -> int:
-        """How many tokens to generate at most: `max_tokens`, or by default 16 and fewer where the
+    def output_tokens(
+        self, prompt_tokens: int, max_tokens: int | None, default: int = DEFAULT_MAX_TOKENS
+    ) -> int:
+        """How many tokens to generate at most: `max_tokens`, or else `default` and fewer where the
         prompt leaves less room.
 
         Raises `RequestTooLongError` for what can never fit, naming the least limit that stands in
@@ -65,4 +67,4 @@ class RequestLimits:
         if max_tokens is not None:
             return max_tokens
         room = min(limit for limit, _ in self._total_limits) - prompt_tokens
-        return min(DEFAULT_MAX_TOKENS, room)
+        return min(default, room)

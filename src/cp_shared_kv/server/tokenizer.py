@@ -74,6 +74,14 @@ class Tokenizer:
             return [self._bos_token_id, *token_ids]
         return token_ids
 
+    def encode_as_written(self, text: str) -> list[int]:
+        """Token ids of a text that spells out its own special tokens, as chat templates do."""
+        return self._backend.encode(text, add_special_tokens=False).ids
+
+    def raw_token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None for an id that only the model has."""
+        return self._backend.id_to_token(token_id)
+
     def has_text(self, token_id: int) -> bool:
         """Whether the token shows in decoded text: special ones do not, nor do ids that only the
         model has (its vocabulary is often rounded up)."""

@@ -20,6 +20,7 @@ from cp_shared_kv.engine.api import (
     EngineStats,
     GenerateRequest,
     TokenChunk,
+    TokenLogprobs,
 )
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.serve import open_listener, serve
@@ -70,13 +71,18 @@ STATS = EngineStats(
 
 
 class FakeEngine:
-    """Gives `output` token by token. What a test changes on it is reset before the next."""
+    """Gives `output` token by token, or `outputs` to one request after the other. What a test
+    changes on it is reset before the next.
+
+    The log-probability of token t is -t / 100; its alternatives are t, t + 1, ...
+    """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
         self.output = list(b"the answer")
+        self.outputs: list[list[int]] = []
         self.tokens_per_chunk = 1
         self.eos_token_id = EOS
         self.cached_tokens = 0
@@ -112,15 +118,19 @@ class FakeEngine:
                 return
             if reason is not None and self.end_without_reason:
                 return
-            yield TokenChunk(token_ids, reason, self.cached_tokens)
+            yield TokenChunk(token_ids, reason, self.cached_tokens, _logprobs(request, token_ids))
             sent += len(token_ids)
             await asyncio.sleep(0)
 
     def _script(self, request: GenerateRequest):
-        output = self.output[: request.max_tokens]
-        stopped = self.eos_token_id in output and not request.sampling.ignore_eos
+        output = self.outputs.pop(0) if self.outputs else self.output
+        output = output[: request.max_tokens]
+        ending = set(request.sampling.stop_token_ids)
+        ending |= set() if request.sampling.ignore_eos else {self.eos_token_id}
+        stops = [at for at, token_id in enumerate(output) if token_id in ending]
+        stopped = bool(stops)
         if stopped:
-            output = output[: output.index(self.eos_token_id) + 1]
+            output = output[: stops[0] + 1]
         size = self.tokens_per_chunk
         pieces = [output[i : i + size] for i in range(0, len(output), size)]
         for piece in pieces[:-1]:
@@ -140,6 +150,16 @@ class FakeEngine:
         return self.health
 
 
+def _logprobs(request: GenerateRequest, token_ids: list[int]) -> list[TokenLogprobs] | None:
+    count = request.sampling.logprobs
+    if count is None:
+        return None
+    return [
+        TokenLogprobs(t, -t / 100, [(t + i, -(t + i) / 100) for i in range(count)])
+        for t in token_ids
+    ]
+
+
 @dataclass
 class LiveServer:
     """A server in a thread of its own. `stop` returns once it is down."""
@@ -154,6 +174,7 @@ def start_server(
     tokenizer: Tokenizer,
     description: EngineDescription = DESCRIPTION,
     drain_seconds: int = 5,
+    **app_options: object,
 ) -> LiveServer:
     listener = open_listener("127.0.0.1", 0)
     port = listener.getsockname()[1]
@@ -163,7 +184,7 @@ def start_server(
     async def main() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-        app = create_app(engine, tokenizer, description)
+        app = create_app(engine, tokenizer, description, **app_options)
         await serve(app, listener, lambda _url: ready.set(), stop=stop, drain_seconds=drain_seconds)
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
@@ -261,15 +282,26 @@ def client(shared_client: openai.OpenAI, engine: FakeEngine) -> openai.OpenAI:
 
 @pytest.fixture
 def own_server(tokenizer: Tokenizer) -> Iterator[Callable[..., tuple[LiveServer, FakeEngine]]]:
-    """For tests that stop the server or change the engine's description."""
+    """For tests that stop the server, or change the engine's description or the app's options."""
     servers: list[LiveServer] = []
 
     def make(*, drain_seconds: int = 5, **changes: object) -> tuple[LiveServer, FakeEngine]:
         engine = FakeEngine()
-        description = replace(DESCRIPTION, **changes)
-        servers.append(start_server(engine, tokenizer, description, drain_seconds))
+        described = {name: changes.pop(name) for name in vars(DESCRIPTION) if name in changes}
+        description = replace(DESCRIPTION, **described)
+        servers.append(start_server(engine, tokenizer, description, drain_seconds, **changes))
         return servers[-1], engine
 
     yield make
     for server in servers:
         server.stop()
+
+
+@pytest.fixture
+def openai_client() -> Callable[..., openai.OpenAI]:
+    """OpenAI's client for a server of the test's own; to be closed."""
+
+    def make(server: LiveServer, api_key: str = "unused") -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{server.url}/v1", api_key=api_key, max_retries=0)
+
+    return make

@@ -62,27 +62,49 @@ def next_request_is_served(http, engine):
         ({"stream": True, "stream_options": {"include_usage": 1}}, "stream_options.include_usage"),
         ({"seed": "x"}, "seed"),
         ({"ignore_eos": 1}, "ignore_eos"),
-        ({"temperature": 0.7}, "temperature"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 101}, "temperature"),
         ({"temperature": "0"}, "temperature"),
-        ({"top_p": 0.9}, "top_p"),
-        ({"top_k": 40}, "top_k"),
-        ({"min_p": 0.1}, "min_p"),
-        ({"n": 2}, "n"),
+        ({"top_p": 0}, "top_p"),
+        ({"top_p": 1.1}, "top_p"),
+        ({"top_k": -2}, "top_k"),
+        ({"top_k": 2**40}, "top_k"),
+        ({"min_p": -0.1}, "min_p"),
+        ({"min_p": 1.1}, "min_p"),
         ({"n": 0}, "n"),
+        ({"n": 129}, "n"),
         ({"best_of": 3}, "best_of"),
-        ({"echo": True}, "echo"),
-        ({"logprobs": 0}, "logprobs"),
+        ({"n": 2, "best_of": 3}, "best_of"),
+        ({"echo": True, "logprobs": 0}, "echo"),
+        ({"echo": 1}, "echo"),
+        ({"logprobs": -1}, "logprobs"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"logprobs": True}, "logprobs"),
         ({"suffix": "end"}, "suffix"),
-        ({"stop": "\n"}, "stop"),
-        ({"stop": ["a"]}, "stop"),
-        ({"stop_token_ids": [1]}, "stop_token_ids"),
-        ({"min_tokens": 2}, "min_tokens"),
-        ({"presence_penalty": 0.1}, "presence_penalty"),
-        ({"frequency_penalty": -0.1}, "frequency_penalty"),
-        ({"repetition_penalty": 1.1}, "repetition_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a", ""]}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"stop": "a" * 1025}, "stop"),
+        ({"stop": [1]}, "stop"),
+        ({"stop_token_ids": [260]}, "stop_token_ids"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids"),
+        ({"stop_token_ids": [1] * 129}, "stop_token_ids"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 3, "max_tokens": 2}, "min_tokens"),
+        ({"min_tokens": 800}, "min_tokens"),
+        ({"presence_penalty": 2.1}, "presence_penalty"),
+        ({"frequency_penalty": -2.1}, "frequency_penalty"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"logit_bias": {"260": 1}}, "logit_bias"),
+        ({"logit_bias": {"-1": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 101}}, "logit_bias"),
+        ({"logit_bias": {"five": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1, "05": 1}}, "logit_bias"),
+        ({"timeout": 0}, "timeout"),
+        ({"timeout": -1}, "timeout"),
+        ({"timeout": 1e9}, "timeout"),
         ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
         ({"no_such_thing": 1}, "no_such_thing"),
     ],
     ids=lambda value: json.dumps(value)[:60] if isinstance(value, dict) else None,
@@ -91,10 +113,20 @@ def test_a_field_that_cannot_be_served_is_named(http, fields, param):
     assert error_of(post(http, **fields), 400)["param"] == param
 
 
-def test_an_unsupported_value_says_what_is_allowed(http):
-    message = error_of(post(http, temperature=0.7), 400)["message"]
-    assert "temperature" in message
-    assert "0 (greedy decoding)" in message
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temperature": 300}, "temperature is 300.0; allowed: 0 to 100"),
+        ({"top_p": 0}, "top_p is 0.0; allowed: more than 0 and at most 1"),
+        ({"top_k": -7}, "top_k is -7; allowed: -1 to 2147483647 (-1 and 0 keep every token)"),
+        ({"best_of": 2}, "best_of is not supported with this value; allowed: null or n"),
+        ({"stop": ["x"] * 20}, "stop has 20 entries; allowed: up to 16"),
+        ({"logit_bias": {"x": 1}}, "logit_bias has the key 'x'; allowed: token ids 0 to 259"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)
+def test_a_bad_value_is_told_with_what_is_allowed(http, fields, words):
+    assert words in error_of(post(http, **fields), 400)["message"]
 
 
 @pytest.mark.parametrize(
@@ -147,7 +179,7 @@ def test_unknown_paths_and_methods(http):
 
 
 def test_errors_never_repeat_the_prompt(http):
-    for fields in ({"n": 2}, {"prompt": ["secret", "y"]}, {"max_tokens": 10**6}):
+    for fields in ({"n": 0}, {"prompt": ["secret", "y"]}, {"max_tokens": 10**6}):
         assert "secret" not in post(http, **{"prompt": "secret", **fields}).text
 
 
