@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 from cp_shared_kv.engine.cluster import no_progress
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
+from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -37,22 +39,55 @@ def conversation() -> list[list[str]]:
     ]
 
 
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 checkpoint of widths that every page format takes: two blocks a latent, one a key."""
+    directory = tmp_path_factory.mktemp("wide") / "model"
+    make_tiny_checkpoint(directory, ModelShape(kv_lora_rank=256, index_head_dim=128), seed=1)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    return directory
+
+
+# Every format with both splits, and in these both reads. The narrow demo model computes in fp32,
+# the wide one in bf16.
 @pytest.mark.parametrize(
-    ("kv_read", "split"),
+    ("model", "kv_cache_dtype", "formats", "kv_read", "split"),
     [
-        ("pull", "in-seq-split"),
-        ("collective", "in-seq-split"),
-        ("pull", "round-robin-split"),
-        ("collective", "round-robin-split"),
+        ("demo", "auto", ("fp32", "fp32"), "pull", "in-seq-split"),
+        ("demo", "auto", ("fp32", "fp32"), "collective", "round-robin-split"),
+        ("demo", "bf16", ("bf16", "bf16"), "collective", "in-seq-split"),
+        ("demo", "bf16", ("bf16", "bf16"), "pull", "round-robin-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "pull", "in-seq-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "collective", "round-robin-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "collective", "in-seq-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "pull", "round-robin-split"),
     ],
 )
-def test_sharing_changes_no_bit_of_any_logit(kv_read: str, split: str, tmp_path: Path) -> None:
+def test_sharing_changes_no_bit_of_any_logit(
+    model: str,
+    kv_cache_dtype: str,
+    formats: tuple[str, str],
+    kv_read: str,
+    split: str,
+    wide_model: Path,
+    tmp_path: Path,
+) -> None:
     shared, replicated = tmp_path / "shared", tmp_path / "replicated"
-    config = small_config(kv_read=kv_read, nsa_prefill_cp_mode=split, record_batches=shared)
+    config = small_config(
+        kv_cache_dtype=kv_cache_dtype,
+        kv_read=kv_read,
+        nsa_prefill_cp_mode=split,
+        record_batches=shared,
+        **({"model_path": wide_model} if model == "wide" else {}),
+    )
     with running(config, tmp_path / "log") as served:
         for wave in conversation():
             send(served, wave)
         replay_replicated(served.cluster, shared, replicated, on_progress=no_progress)
+        (line,) = served.log_lines("KV page formats")
+    assert f"latent:{formats[0]} " in line
+    assert f"index:{formats[1]} " in line
     found = compare_recordings(shared, replicated, 2)
     assert found.difference is None
     assert found.prompt_rows > 1300
