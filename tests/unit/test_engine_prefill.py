@@ -368,7 +368,7 @@ def test_a_malformed_prompt_ends_alone(token_ids: bytes, max_tokens: int, reason
     ((end, refusal),) = group.take()
     assert end == "server"
     assert isinstance(refusal, RoomRefused)
-    assert (refusal.room, refusal.kind) == (1, "failed")
+    assert (refusal.room, refusal.kind) == (1, "invalid")
     assert reason in refusal.reason
     assert group.controller.scheduler.get(1) is None
 

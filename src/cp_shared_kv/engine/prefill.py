@@ -116,7 +116,7 @@ class PrefillController:
                 sampling=message.sampling,
             )
         except ValueError as error:
-            self._refuse(message.room, str(error))
+            self._to_server(RoomRefused(room=message.room, kind="invalid", reason=str(error)))
             return
         tokens = unpack_int64(message.token_ids)
         needed = len(tokens) + message.max_tokens
