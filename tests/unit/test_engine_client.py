@@ -1,0 +1,355 @@
+"""The server's client of the engine, against two sockets that play prefill and decode."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+import msgspec
+import pytest
+import zmq
+import zmq.asyncio
+
+from cp_shared_kv.engine import client as client_module
+from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, TokenChunk
+from cp_shared_kv.engine.client import ClusterClient
+from cp_shared_kv.engine.codecs import FROM_SERVER, encode
+from cp_shared_kv.engine.messages import (
+    Admitted,
+    Cancel,
+    DecodeStats,
+    PrefillStats,
+    Registered,
+    RoomRefused,
+    StatsRequest,
+    Submit,
+    Tokens,
+)
+from cp_shared_kv.transfer.codec import unpack_int64
+
+M = TypeVar("M", bound=msgspec.Struct)
+_addresses = itertools.count()
+
+DESCRIPTION = EngineDescription(
+    model_name="tiny",
+    version="0",
+    context_length=100,
+    vocab_size=50,
+    eos_token_ids=(0,),
+    page_size=4,
+    cp_size=2,
+    shard_policy="page_interleaved",
+    kv_read="pull",
+    physical_tokens_per_rank=40,
+    logical_tokens=80,
+    decode_tokens=80,
+    pool_bytes_per_rank=1,
+    scratch_limit_bytes=1,
+    config={},
+)
+
+
+class Engine:
+    """Both processes of the engine, as sockets, and the client that is connected to them."""
+
+    def __init__(self) -> None:
+        address = f"inproc://engine-client-{next(_addresses)}"
+        self.client = ClusterClient(address, DESCRIPTION)
+        self.prefill = self._socket(address, b"prefill-0")
+        self.decode = self._socket(address, b"decode-0")
+
+    def _socket(self, address: str, identity: bytes) -> zmq.asyncio.Socket:
+        socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        socket.setsockopt(zmq.IDENTITY, identity)
+        socket.linger = 0
+        socket.connect(address)
+        return socket
+
+    async def start(self) -> None:
+        starting = asyncio.create_task(self.client.start())
+        await self.prefill.send(encode(Registered(role="prefill")))
+        await asyncio.sleep(0.01)
+        assert self.client.healthy() == (False, "the engine is starting")
+        await self.decode.send(encode(Registered(role="decode")))
+        await starting
+
+    async def close(self) -> None:
+        await self.client.close()
+        self.prefill.close()
+        self.decode.close()
+
+    async def next(self, kind: type[M]) -> M:
+        """The next message to prefill of a kind."""
+        while True:
+            message = FROM_SERVER.decode(await self.prefill.recv())
+            if isinstance(message, kind):
+                return message
+
+    async def nothing_but(self, kind: type[msgspec.Struct]) -> None:
+        """Nothing else has been sent to prefill by now."""
+        await asyncio.sleep(0.02)
+        while await self.prefill.poll(timeout=0):
+            assert isinstance(FROM_SERVER.decode(await self.prefill.recv()), kind)
+
+    async def answer(self, ticket: int) -> None:
+        await self.prefill.send(encode(prefill_stats(ticket)))
+        await self.decode.send(encode(decode_stats(ticket)))
+
+
+def prefill_stats(ticket: int) -> PrefillStats:
+    return PrefillStats(
+        ticket=ticket,
+        available_tokens=40,
+        cached_tokens=24,
+        locked_tokens=16,
+        free_pages_per_owner=[5, 5],
+        queued=1,
+        running=2,
+        prompt_tokens_total=30,
+        cached_tokens_total=8,
+        evicted_pages_total=3,
+        sent_pages_total=[4, 5],
+        sent_descriptors_total=[1, 2],
+        sent_bytes_total=[10, 20],
+        scratch_bytes=[7, 7],
+        failed_rooms_total=0,
+    )
+
+
+def decode_stats(ticket: int) -> DecodeStats:
+    return DecodeStats(
+        ticket=ticket,
+        available_tokens=60,
+        used_tokens=20,
+        waiting=3,
+        running=4,
+        generated_tokens_total=50,
+        finished_total=6,
+        failed_rooms_total=7,
+    )
+
+
+def request(name: str = "r1", **changes: Any) -> GenerateRequest:
+    values: dict[str, Any] = {"request_id": name, "prompt_token_ids": [3, 1, 2], "max_tokens": 5}
+    return GenerateRequest(**(values | changes))
+
+
+def with_engine(test: Callable[[Engine], Awaitable[None]]) -> None:
+    async def run() -> None:
+        engine = Engine()
+        try:
+            async with asyncio.timeout(20):
+                await engine.start()
+                await test(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+async def collect(engine: Engine, asked: GenerateRequest) -> list[TokenChunk]:
+    return [chunk async for chunk in engine.client.generate(asked)]
+
+
+def test_a_request_travels_to_prefill_and_its_tokens_come_back_in_order() -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        submitted = await engine.next(Submit)
+        assert unpack_int64(submitted.token_ids).tolist() == [3, 1, 2]
+        assert submitted.max_tokens == 5
+        room = submitted.room
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=2)))
+        await asyncio.sleep(0.01)
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7])))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[8], finish_reason="stop")))
+        assert await output == [TokenChunk([7], None, 2), TokenChunk([8], "stop", 2)]
+
+    with_engine(test)
+
+
+def test_tokens_that_overtake_the_cached_count_wait_for_it() -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        room = (await engine.next(Submit)).room
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7])))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[8], finish_reason="length")))
+        await asyncio.sleep(0.02)
+        assert not output.done()
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=1)))
+        assert await output == [TokenChunk([7], None, 1), TokenChunk([8], "length", 1)]
+
+    with_engine(test)
+
+
+@pytest.mark.parametrize("kind", ["too_long", "overloaded", "failed"])
+def test_a_refusal_reaches_the_caller_with_its_kind(kind: Any) -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        room = (await engine.next(Submit)).room
+        await engine.prefill.send(encode(RoomRefused(room=room, kind=kind, reason="not today")))
+        with pytest.raises(EngineRefusal, match="not today") as refused:
+            await output
+        assert refused.value.kind == kind
+        await engine.client.abort("r1")  # it is over: nothing is sent
+        await engine.nothing_but(StatsRequest)
+
+    with_engine(test)
+
+
+def test_a_caller_that_stops_early_can_still_abort() -> None:
+    async def test(engine: Engine) -> None:
+        async with aclosing(engine.client.generate(request())) as chunks:
+            reading = asyncio.ensure_future(anext(chunks))
+            room = (await engine.next(Submit)).room
+            await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+            await engine.decode.send(encode(Tokens(room=room, token_ids=[7])))
+            assert (await reading).token_ids == [7]
+        await engine.client.abort("r1")
+        assert await engine.next(Cancel) == Cancel(room=room)
+        await engine.client.abort("r1")
+        await engine.nothing_but(StatsRequest)
+        # What decode still sends of it goes nowhere, and the next request is served.
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[], finish_reason="abort")))
+        output = asyncio.create_task(collect(engine, request("r2")))
+        room = (await engine.next(Submit)).room
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[9], finish_reason="stop")))
+        assert await output == [TokenChunk([9], "stop", 0)]
+
+    with_engine(test)
+
+
+def test_a_cancelled_caller_can_still_abort() -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        room = (await engine.next(Submit)).room
+        output.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await output
+        await engine.client.abort("r1")
+        assert await engine.next(Cancel) == Cancel(room=room)
+
+    with_engine(test)
+
+
+def test_an_abort_of_what_is_over_or_unknown_sends_nothing() -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        room = (await engine.next(Submit)).room
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7], finish_reason="stop")))
+        await output
+        await engine.client.abort("r1")
+        await engine.client.abort("never heard of")
+        await engine.nothing_but(StatsRequest)
+
+    with_engine(test)
+
+
+def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
+    async def test(engine: Engine) -> None:
+        for name, end in (("a", "finish"), ("b", "refuse"), ("c", "fail"), ("d", "abort")):
+            output = asyncio.create_task(collect(engine, request(name)))
+            room = (await engine.next(Submit)).room
+            if end == "finish":
+                await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+                await engine.decode.send(
+                    encode(Tokens(room=room, token_ids=[7], finish_reason="stop"))
+                )
+            elif end == "abort":
+                await engine.client.abort(name)
+                output.cancel()
+            else:
+                kind = "too_long" if end == "refuse" else "failed"
+                await engine.prefill.send(encode(RoomRefused(room=room, kind=kind, reason="no")))
+            await asyncio.gather(output, return_exceptions=True)
+        asked = asyncio.create_task(engine.client.stats())
+        while not asked.done():
+            await engine.answer((await engine.next(StatsRequest)).ticket)
+            await asyncio.sleep(0.01)
+        stats = await asked
+        assert (stats.available_tokens, stats.cached_tokens, stats.used_tokens) == (40, 24, 16)
+        assert (stats.queued_requests, stats.prefill_requests) == (1, 2)
+        assert (stats.decode_queued_requests, stats.decode_requests) == (3, 4)
+        assert stats.decode_used_tokens == 20
+        assert (stats.prompt_tokens_total, stats.cached_tokens_total) == (30, 8)
+        assert (stats.generated_tokens_total, stats.evicted_tokens_total) == (50, 12)
+        assert stats.failed_transfers_total == 7
+        assert list(stats.sent_pages_total) == [4, 5]
+        assert list(stats.sent_bytes_total) == [10, 20]
+        assert list(stats.scratch_bytes) == [7, 7]
+        assert stats.requests_total == {"finished": 1, "refused": 1, "failed": 1, "aborted": 1}
+
+    with_engine(test)
+
+
+def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+
+    async def test(engine: Engine) -> None:
+        with pytest.raises(EngineRefusal, match="no figures from the engine") as refused:
+            await engine.client.stats()
+        assert refused.value.kind == "unavailable"
+        healthy, why = engine.client.healthy()
+        assert not healthy
+        assert "has not answered" in why
+        with pytest.raises(EngineRefusal, match="has not answered"):
+            await collect(engine, request())
+        await engine.nothing_but(StatsRequest)
+
+    with_engine(test)
+
+
+def test_an_engine_that_answers_a_ping_is_healthy_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "PING_SECONDS", 0.01)
+
+    async def test(engine: Engine) -> None:
+        engine.client._last_answer_seconds -= 1000.0
+        healthy, why = engine.client.healthy()
+        assert not healthy
+        assert "has not answered for 100" in why
+        while not engine.client.healthy()[0]:
+            await engine.answer((await engine.next(StatsRequest)).ticket)
+            await asyncio.sleep(0.01)
+        assert engine.client.healthy() == (True, "ok")
+
+    with_engine(test)
+
+
+def test_a_message_that_is_none_is_dropped_and_the_next_is_taken() -> None:
+    async def test(engine: Engine) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        room = (await engine.next(Submit)).room
+        await engine.prefill.send(b"\xff not a message")
+        await engine.decode.send(encode(Cancel(room=room)))  # not for a server
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7], finish_reason="stop")))
+        assert await output == [TokenChunk([7], "stop", 0)]
+
+    with_engine(test)
+
+
+def test_a_prompt_too_large_to_send_is_refused_and_forgotten() -> None:
+    async def test(engine: Engine) -> None:
+        huge = request(prompt_token_ids=range(2**21 + 1))
+        with pytest.raises(EngineRefusal, match="cannot send Submit") as refused:
+            await collect(engine, huge)
+        assert refused.value.kind == "too_long"
+        await engine.client.abort("r1")
+        await engine.nothing_but(StatsRequest)
+
+    with_engine(test)
+
+
+def test_a_process_that_is_gone_is_named() -> None:
+    async def test(engine: Engine) -> None:
+        engine.prefill.close()
+        await asyncio.sleep(0.05)
+        with pytest.raises(EngineRefusal, match="prefill-0 is not connected") as refused:
+            await collect(engine, request())
+        assert refused.value.kind == "unavailable"
+
+    with_engine(test)
