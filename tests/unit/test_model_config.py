@@ -10,7 +10,7 @@ import pytest
 
 from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.testing.tiny_models import ModelShape
+from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
 
 def config(**changes: Any) -> dict[str, Any]:
@@ -53,21 +53,46 @@ def test_layer_kinds_by_list_or_by_count() -> None:
     assert by_count.sparse_mlp_layers == by_list.sparse_mlp_layers == (False, False, True)
 
 
-def test_every_layer_stores_index_keys() -> None:
+def test_every_layer_of_deepseek_stores_index_keys() -> None:
     assert ModelConfig.from_dict(config(num_hidden_layers=3)).index_layers == (0, 1, 2)
+
+
+def test_layers_of_glm_that_share_a_selection_store_no_index_keys() -> None:
+    shape = GlmModelShape(num_hidden_layers=5, indexer={"index_topk_pattern": "FSSFS"})
+    assert ModelConfig.from_dict(shape.config()).index_layers == (0, 3)
+
+
+def test_the_two_architectures_rotate_index_keys_in_their_own_pairing() -> None:
+    assert ModelConfig.from_dict(config()).index_rope_style == "half-split"
+    glm = GlmModelShape().config()
+    assert ModelConfig.from_dict(glm).index_rope_style == "interleaved"
+    for parts, wrong in ((config(), True), (glm, False)):
+        with pytest.raises(ConfigError, match="indexer_rope_interleave"):
+            ModelConfig.from_dict({**parts, "indexer_rope_interleave": wrong})
+
+
+@pytest.mark.parametrize(("shape", "default"), [(ModelShape(), 1e-6), (GlmModelShape(), 1e-5)])
+def test_the_epsilon_is_the_configs_else_the_architectures(
+    shape: ModelShape, default: float
+) -> None:
+    written = shape.config()
+    assert ModelConfig.from_dict({**written, "rms_norm_eps": 3e-5}).rms_norm_eps == 3e-5
+    del written["rms_norm_eps"]
+    assert ModelConfig.from_dict(written).rms_norm_eps == default
 
 
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "glm_moe_dsa"}, "glm_moe_dsa"),
+        ({"model_type": "glm5_next"}, "glm5_next"),
+        ({"model_type": ["deepseek_v32"]}, "model_type"),
         ({"model_type": "llama"}, "llama"),
         ({"model_type": None}, "None"),
         ({"attention_bias": True}, "attention_bias"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"scoring_func": "softmax"}, "softmax"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "fp8"),
+        ({"rope_interleave": False}, "rope_interleave"),
         ({"hidden_size": 0}, "hidden_size"),
         ({"hidden_size": "128"}, "'128'"),
         ({"q_lora_rank": None}, "q_lora_rank"),

@@ -14,7 +14,7 @@ from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.ops.reference import REFERENCE_OPS
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import load_weights
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
+from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 
 SHAPE = ModelShape(index_topk=16, index_n_heads=16)
 TOLERANCE = 2e-6
@@ -32,6 +32,7 @@ class TensorKV:
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         layers = config.num_hidden_layers
+        self._index_layers = config.index_layers
         self.stored_layers: list[int] = []
         self._latent = torch.full((layers, size, config.kv_lora_rank), float("nan"))
         self._k_pe = torch.full((layers, size, config.qk_rope_head_dim), float("nan"))
@@ -51,11 +52,12 @@ class TensorKV:
     def store(
         self, layer: int, latent: torch.Tensor, k_pe: torch.Tensor, index_k: torch.Tensor | None
     ) -> None:
-        assert index_k is not None
         self.stored_layers.append(layer)
+        assert (index_k is not None) == (layer in self._index_layers)
         self._latent[layer, self._new_slots] = latent.float()
         self._k_pe[layer, self._new_slots] = k_pe.float()
-        self._index_k[layer, self._new_slots] = index_k.float()
+        if index_k is not None:
+            self._index_k[layer, self._new_slots] = index_k.float()
 
     def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self._latent[layer, slots], self._k_pe[layer, slots]
@@ -200,3 +202,54 @@ def test_hidden_states_begin_as_embeddings(checkpoint: Path) -> None:
     kv = TensorKV(config, 4)
     hidden = embedding_only.forward(tokens(4), kv.begin([(torch.arange(4), 4)]), kv)
     assert torch.equal(hidden, weights.embedding[tokens(4)])
+
+
+@pytest.fixture(scope="module")
+def sharing(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose layers 1, 2 and 4 attend to what the layer before them did."""
+    directory = tmp_path_factory.mktemp("sharing") / "model"
+    indexer = {"index_topk_pattern": "FSSFS"}
+    shape = GlmModelShape(num_hidden_layers=5, index_topk=16, index_n_heads=16, indexer=indexer)
+    make_tiny_checkpoint(directory, shape, seed=0)
+    return directory
+
+
+def test_a_shared_layer_attends_to_what_the_last_full_layer_selected(sharing: Path) -> None:
+    attended: list[torch.Tensor] = []
+
+    class WatchedKV(TensorKV):
+        def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            assert layer == len(attended)
+            attended.append(slots)
+            return super().latent(layer, slots)
+
+    transformer = Transformer.load(sharing)
+    kv = WatchedKV(transformer.config, 90)
+    slots = torch.randperm(90, generator=torch.Generator().manual_seed(0))
+    transformer.forward(tokens(90), kv.begin([(slots[:20], 20), (slots[20:], 70)]), kv)
+    assert torch.equal(attended[1], attended[0])
+    assert torch.equal(attended[2], attended[0])
+    assert not torch.equal(attended[3], attended[0])
+    assert torch.equal(attended[4], attended[3])
+
+
+def test_a_model_that_shares_selections_computes_in_chunks_as_in_one(sharing: Path) -> None:
+    transformer, token_ids = Transformer.load(sharing), tokens(90)
+    kv = TensorKV(transformer.config, 90)
+    parts = [
+        transformer.logits(
+            transformer.forward(
+                token_ids[stop - size : stop], kv.begin([(torch.arange(stop), size)]), kv
+            )
+        )
+        for stop, size in ((50, 50), (89, 39), (90, 1))
+    ]
+    assert error(torch.cat(parts), alone(transformer, token_ids)) < TOLERANCE
+
+
+def test_a_rank_without_tokens_shares_selections_too(sharing: Path) -> None:
+    transformer = Transformer.load(sharing)
+    kv = TensorKV(transformer.config, 8)
+    hidden = transformer.forward(tokens(0), kv.begin([(torch.arange(8), 0)]), kv)
+    assert kv.stored_layers == [0, 1, 2, 3, 4]
+    assert hidden.shape == (0, 128)

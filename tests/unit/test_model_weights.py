@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.weights import ModelWeights, MoEWeights, load_weights, tensor_shapes
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
+from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 
 WK = "model.layers.1.self_attn.indexer.wk.weight"
 
@@ -69,13 +69,27 @@ def test_tensors_arrive_where_their_names_say(checkpoint: Path) -> None:
     attention = loaded.layers[0].attention
     kv_b = stored["model.layers.0.self_attn.kv_b_proj.weight"]
     assert torch.equal(torch.cat([attention.key_up, attention.value_up], 1).flatten(0, 1), kv_b)
+    assert loaded.layers[1].attention.indexer is not None
     assert torch.equal(loaded.layers[1].attention.indexer.k_proj, stored[WK])
+
+
+def test_a_layer_that_shares_a_selection_has_no_indexer_weights(tmp_path: Path) -> None:
+    shape = GlmModelShape(num_hidden_layers=3, indexer={"index_topk_pattern": "FSF"})
+    make_tiny_checkpoint(tmp_path / "model", shape, seed=0)
+    has_indexer = [layer.attention.indexer is not None for layer in load(tmp_path / "model").layers]
+    assert has_indexer == [True, False, True]
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert not any("layers.1.self_attn.indexer" in name for name in stored)
+    rewrite(tmp_path / "model", **{WK: torch.ones(32, 128)})
+    with pytest.raises(CheckpointError, match=WK):
+        load(tmp_path / "model")
 
 
 def test_bf16_keeps_what_chooses_in_fp32(checkpoint: Path) -> None:
     loaded = load(checkpoint, torch.bfloat16)
     moe, indexer = loaded.layers[1].mlp, loaded.layers[1].attention.indexer
     assert isinstance(moe, MoEWeights)
+    assert indexer is not None
     assert loaded.embedding.dtype == moe.gate_up_proj.dtype == indexer.q_proj.dtype
     assert loaded.embedding.dtype == torch.bfloat16
     assert moe.router.dtype == moe.correction_bias.dtype == torch.float32
@@ -201,6 +215,11 @@ def test_a_broken_index_is_refused(checkpoint: Path, content: str) -> None:
 def test_the_names_do_not_depend_on_what_is_in_the_file(checkpoint: Path) -> None:
     config = ModelConfig.from_directory(checkpoint)
     assert set(tensor_shapes(config)) == set(load_file(checkpoint / "model.safetensors"))
-    deeper = dataclasses.replace(config, num_hidden_layers=3, sparse_mlp_layers=(False, True, True))
+    deeper = dataclasses.replace(
+        config,
+        num_hidden_layers=3,
+        sparse_mlp_layers=(False, True, True),
+        full_indexer_layers=(True, True, True),
+    )
     with pytest.raises(CheckpointError, match=r"model\.layers\.2"):
         load_weights(checkpoint, deeper, torch.float32)

@@ -23,7 +23,7 @@ class SparseAttention:
 
     def __init__(self, config: ModelConfig, weights: AttentionWeights, ops: AttentionOps) -> None:
         self._config, self._weights, self._ops = config, weights, ops
-        self._indexer = Indexer(config, weights.indexer, ops)
+        self._indexer = Indexer(config, weights.indexer, ops) if weights.indexer else None
 
     def forward(
         self,
@@ -32,8 +32,13 @@ class SparseAttention:
         requests: Sequence[RequestBlocks],
         layer: int,
         kv: KVAccess,
-    ) -> torch.Tensor:
-        """Attention of normed hidden states x[t, hidden]; stores the layer's new KV. Collective."""
+        shared: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attention of normed hidden states x[t, hidden]; stores the layer's new KV. Collective.
+
+        Returns it with the slots i64[t, k] that each row attended to, for the next layer to pass
+        as `shared`: what a layer without an indexer attends to. Only the first layer has none.
+        """
         config, weights = self._config, self._weights
         q_residual = functional.linear(x, weights.q_a_proj)
         q_residual = self._norm(q_residual, weights.q_a_norm)
@@ -42,13 +47,17 @@ class SparseAttention:
         )
         latent = self._norm(latent, weights.kv_a_norm)
         k_pe = rotation.apply(k_pe.unsqueeze(1), "interleaved").squeeze(1)
-        kv.store(layer, latent, k_pe, self._indexer.keys(x, rotation))
-
-        selected = self._indexer.select(x, q_residual, rotation, requests, layer, kv)
+        if self._indexer is None:
+            kv.store(layer, latent, k_pe, None)
+            selected = shared
+        else:
+            kv.store(layer, latent, k_pe, self._indexer.keys(x, rotation))
+            selected = self._indexer.select(x, q_residual, rotation, requests, layer, kv)
+        assert selected is not None, "the config lets no first layer be without an indexer"
         q_latent, q_pe = self._queries(q_residual, rotation)
         attended = self._attend(q_latent, q_pe, selected, layer, kv)
         values = torch.bmm(attended.transpose(0, 1), weights.value_up.transpose(1, 2))
-        return functional.linear(values.transpose(0, 1).flatten(1), weights.o_proj)
+        return functional.linear(values.transpose(0, 1).flatten(1), weights.o_proj), selected
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._config.rms_norm_eps)

@@ -11,9 +11,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from cp_shared_kv.errors import CheckpointError
+from cp_shared_kv.model.fp8_weights import SCALE_SUFFIX, dequantised, scale_shape
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
+_FP8 = "F8_E4M3"
 
 
 class Checkpoint:
@@ -43,8 +45,31 @@ class Checkpoint:
         """Every tensor of the directory."""
         return frozenset(self._file_of)
 
-    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Raise CheckpointError unless every named tensor is there, unquantised, in that shape."""
+    def check(self, shapes: Mapping[str, tuple[int, ...]], *, block_fp8: bool) -> frozenset[str]:
+        """Raise CheckpointError unless every named tensor is there, in that shape, of a known type.
+
+        With `block_fp8` a matrix may be e4m3 if its scales are there too. Returns the names that
+        `shapes` accounts for, such scales included.
+        """
+        self._require(shapes)
+        scales: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            allowed = (*_DTYPES, _FP8) if block_fp8 and len(shape) == 2 else _DTYPES
+            if self._check_one(name, shape, allowed) == _FP8:
+                scales[name + SCALE_SUFFIX] = scale_shape(shape)
+        self._require(scales)
+        for name, shape in scales.items():
+            self._check_one(name, shape, ("F32",))
+        return frozenset(shapes) | frozenset(scales)
+
+    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """One tensor checked before, in the given dtype, in memory of its own; fp8 times scales."""
+        stored = self._handles[self._file_of[name]].get_tensor(name)
+        if stored.dtype == torch.float8_e4m3fn:
+            return dequantised(stored, self.tensor(name + SCALE_SUFFIX, torch.float32), dtype)
+        return stored.to(dtype, copy=True)
+
+    def _require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         missing = [name for name in shapes if name not in self._file_of]
         if missing:
             raise CheckpointError(
@@ -53,25 +78,22 @@ class Checkpoint:
                 allowed=f"{missing[0]} of shape {list(shapes[missing[0]])}",
                 change="give a complete checkpoint, or the config.json that belongs to it",
             )
-        for name, shape in shapes.items():
-            path = self.directory / self._file_of[name]
-            part = self._handles[self._file_of[name]].get_slice(name)
-            if tuple(part.get_shape()) != shape:
-                raise CheckpointError(
-                    f"tensor {name} in {path} has shape",
-                    value=list(part.get_shape()),
-                    allowed=f"{list(shape)}, by the directory's config.json",
-                )
-            if part.get_dtype() not in _DTYPES:
-                raise CheckpointError(
-                    f"tensor {name} in {path} has dtype",
-                    value=part.get_dtype(),
-                    allowed=", ".join(_DTYPES),
-                )
 
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """One tensor of a shape checked before, in the given dtype, in memory of its own."""
-        return self._handles[self._file_of[name]].get_tensor(name).to(dtype, copy=True)
+    def _check_one(self, name: str, shape: tuple[int, ...], dtypes: tuple[str, ...]) -> str:
+        """Check a tensor that is there; returns its dtype as safetensors writes it."""
+        path = self.directory / self._file_of[name]
+        part = self._handles[self._file_of[name]].get_slice(name)
+        if tuple(part.get_shape()) != shape:
+            raise CheckpointError(
+                f"tensor {name} in {path} has shape",
+                value=list(part.get_shape()),
+                allowed=f"{list(shape)}, by the directory's config.json",
+            )
+        if (dtype := part.get_dtype()) not in dtypes:
+            raise CheckpointError(
+                f"tensor {name} in {path} has dtype", value=dtype, allowed=", ".join(dtypes)
+            )
+        return dtype
 
     def _single_file(self) -> list[str]:
         if not (self.directory / "model.safetensors").is_file():

@@ -6,25 +6,14 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from cp_shared_kv.errors import CheckpointError, ConfigError
+from cp_shared_kv.errors import CheckpointError
+from cp_shared_kv.model.architectures import RopeStyle, architecture
+from cp_shared_kv.model.fp8_weights import is_block_fp8
+from cp_shared_kv.model.indexer_sharing import full_indexer_layers
 from cp_shared_kv.model.json_fields import boolean, integer, number, refuse
 from cp_shared_kv.model.rope_parameters import RopeParameters, rope_parameters
-
-RopeStyle = Literal["interleaved", "half-split"]
-
-_ARCHITECTURES = ("deepseek_v32",)
-# A checkpoint may leave these out; any other value is another model than the one written here.
-_FIXED: dict[str, object] = {
-    "attention_bias": False,
-    "mlp_bias": False,
-    "hidden_act": "silu",
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "moe_layer_freq": 1,
-    "tie_word_embeddings": False,
-}
 
 
 @dataclass(frozen=True)
@@ -32,8 +21,11 @@ class ModelConfig:
     """The shape and semantics of one DSA transformer. Field names follow config.json.
 
     `sparse_mlp_layers` says per layer whether its MLP is a mixture of experts; attention is
-    sparse in every layer. `context_length` is the longest request in tokens, answer included.
-    `checkpoint_dtype` is config.json's name for the type of the weights, None where it has none.
+    sparse in every layer. `full_indexer_layers` says per layer whether it has an indexer; a layer
+    without attends to what the last one with it selected. `block_fp8` says that matrices of the
+    checkpoint may be e4m3 with scales. `context_length` is the longest request in tokens, answer
+    included. `checkpoint_dtype` is config.json's name for the type of the weights, None where it
+    has none.
     """
 
     model_type: str
@@ -52,6 +44,7 @@ class ModelConfig:
     index_head_dim: int
     index_topk: int
     index_rope_style: RopeStyle
+    full_indexer_layers: tuple[bool, ...]
     intermediate_size: int
     moe_intermediate_size: int
     sparse_mlp_layers: tuple[bool, ...]
@@ -64,6 +57,7 @@ class ModelConfig:
     routed_scaling_factor: float
     rms_norm_eps: float
     rope: RopeParameters
+    block_fp8: bool
     context_length: int
     eos_token_ids: tuple[int, ...]
 
@@ -75,8 +69,8 @@ class ModelConfig:
 
     @property
     def index_layers(self) -> tuple[int, ...]:
-        """The layers that own an indexer and so store index keys: here all of them."""
-        return tuple(range(self.num_hidden_layers))
+        """The layers that have an indexer and so store index keys, ascending."""
+        return tuple(layer for layer, full in enumerate(self.full_indexer_layers) if full)
 
     @classmethod
     def from_directory(cls, directory: Path | str) -> ModelConfig:
@@ -104,19 +98,11 @@ class ModelConfig:
 
         Raises ConfigError as `from_directory` does.
         """
-        model_type = config.get("model_type")
-        if model_type not in _ARCHITECTURES:
-            raise ConfigError(
-                "config.json: model_type is not supported",
-                value=repr(model_type),
-                allowed=", ".join(_ARCHITECTURES),
-                change="serve a DeepSeek-V3.2 checkpoint",
-            )
-        _check_fixed(config)
+        model_type, found = architecture(config)
         sizes = {name: integer(config, name) for name in _SIZES}
         layers = sizes["num_hidden_layers"]
         parsed = cls(
-            model_type=str(model_type),
+            model_type=model_type,
             checkpoint_dtype=_checkpoint_dtype(config),
             **sizes,
             num_nextn_predict_layers=integer(config, "num_nextn_predict_layers", 1, least=0),
@@ -124,11 +110,15 @@ class ModelConfig:
             n_group=integer(config, "n_group", 1),
             topk_group=integer(config, "topk_group", 1),
             norm_topk_prob=boolean(config, "norm_topk_prob", True),
-            index_rope_style="half-split",
+            index_rope_style=found.index_rope_style,
+            full_indexer_layers=full_indexer_layers(
+                config, layers, may_share=found.shares_selections
+            ),
             sparse_mlp_layers=_sparse_mlp_layers(config, layers),
             routed_scaling_factor=number(config, "routed_scaling_factor", 1.0),
-            rms_norm_eps=number(config, "rms_norm_eps", 1e-6),
+            rms_norm_eps=number(config, "rms_norm_eps", found.rms_norm_eps),
             rope=rope_parameters(config),
+            block_fp8=is_block_fp8(config),
             context_length=integer(config, "max_position_embeddings"),
             eos_token_ids=_end_tokens(config, generation or {}),
         )
@@ -168,15 +158,6 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path.name} is not a JSON object", value=path)
     return parsed
-
-
-def _check_fixed(config: Mapping[str, Any]) -> None:
-    for name, only in _FIXED.items():
-        if (value := config.get(name, only)) is not None and value != only:
-            raise refuse(name, value, repr(only))
-    if config.get("quantization_config"):
-        allowed = "none: tensors in fp32, bf16 or fp16 (dequantise the checkpoint first)"
-        raise refuse("quantization_config", config["quantization_config"], allowed)
 
 
 def _check_consistent(config: ModelConfig) -> None:

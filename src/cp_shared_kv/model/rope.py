@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_shared_kv.model.config import RopeStyle
+from cp_shared_kv.model.architectures import RopeStyle
 from cp_shared_kv.model.rope_parameters import RopeParameters, YarnParameters
 
 

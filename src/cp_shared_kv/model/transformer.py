@@ -38,12 +38,17 @@ class DecoderLayer:
         requests: Sequence[RequestBlocks],
         layer: int,
         kv: KVAccess,
-    ) -> torch.Tensor:
-        """The layer of hidden[t, hidden]. Collective: it stores the layer's KV."""
+        shared: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The layer of hidden[t, hidden], and the slots that its attention had selected.
+
+        `shared` are those of the layer before. Collective: it stores the layer's KV.
+        """
         normed = self._norm(hidden, self._weights.input_norm)
-        hidden = hidden + self._attention.forward(normed, rotation, requests, layer, kv)
+        attended, selected = self._attention.forward(normed, rotation, requests, layer, kv, shared)
+        hidden = hidden + attended
         normed = self._norm(hidden, self._weights.post_attention_norm)
-        return hidden + self._mlp.forward(normed)
+        return hidden + self._mlp.forward(normed), selected
 
     def _norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return functional.rms_norm(x, weight.shape, weight, self._eps)
@@ -87,8 +92,9 @@ class Transformer:
         hidden = functional.embedding(token_ids, self._weights.embedding)
         rotation = self._rope.at(positions)
         requests = query_blocks(kv.requests, positions)
+        selected: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):
-            hidden = layer.forward(hidden, rotation, requests, index, kv)
+            hidden, selected = layer.forward(hidden, rotation, requests, index, kv, selected)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,10 @@ class IndexerWeights:
 
 @dataclass(frozen=True)
 class AttentionWeights:
-    """Layer weights of MLA. `key_up` and `value_up` are kv_b_proj's two halves, by head."""
+    """Layer weights of MLA. `key_up` and `value_up` are kv_b_proj's two halves, by head.
+
+    A layer that shares another's selection has no indexer.
+    """
 
     q_a_proj: torch.Tensor  # [q_lora_rank, hidden]
     q_a_norm: torch.Tensor  # [q_lora_rank]
@@ -36,7 +39,7 @@ class AttentionWeights:
     key_up: torch.Tensor  # [H, dn, kv_lora_rank]
     value_up: torch.Tensor  # [H, dv, kv_lora_rank]
     o_proj: torch.Tensor  # [hidden, H * dv]
-    indexer: IndexerWeights
+    indexer: IndexerWeights | None
 
 
 @dataclass(frozen=True)
@@ -79,18 +82,23 @@ class ModelWeights:
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every tensor that a checkpoint of this config must hold."""
+    """The name and shape of every tensor that a checkpoint of this config must hold.
+
+    Scales of fp8 weights are not among them: a weight needs them only where it is fp8.
+    """
     hidden = config.hidden_size
     shapes: dict[str, tuple[int, ...]] = {
         "model.embed_tokens.weight": (config.vocab_size, hidden),
         "model.norm.weight": (hidden,),
         "lm_head.weight": (config.vocab_size, hidden),
     }
-    for layer, sparse in enumerate(config.sparse_mlp_layers):
+    kinds = zip(config.full_indexer_layers, config.sparse_mlp_layers, strict=True)
+    for layer, (full, sparse) in enumerate(kinds):
+        attention = _attention_shapes(config) | (_indexer_shapes(config) if full else {})
         parts = {
             "input_layernorm.weight": (hidden,),
             "post_attention_layernorm.weight": (hidden,),
-            **{f"self_attn.{name}": shape for name, shape in _attention_shapes(config).items()},
+            **{f"self_attn.{name}": shape for name, shape in attention.items()},
             **{f"mlp.{name}": shape for name, shape in _mlp_shapes(config, sparse).items()},
         }
         shapes.update({f"model.layers.{layer}.{name}": shape for name, shape in parts.items()})
@@ -98,15 +106,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Load a safetensors directory into CPU memory in `dtype`.
+    """Load a safetensors directory into CPU memory in `dtype`; fp8 weights are dequantised.
 
     Multi-token-prediction layers lie behind the last layer and are skipped by name. Raises
     CheckpointError on a tensor that is missing, has another shape or is unknown.
     """
     checkpoint = Checkpoint(directory)
-    shapes = tensor_shapes(config)
-    checkpoint.check(shapes)
-    unknown = sorted(n for n in checkpoint.names if n not in shapes and not _ignored(n, config))
+    known = checkpoint.check(tensor_shapes(config), block_fp8=config.block_fp8)
+    unknown = sorted(n for n in checkpoint.names - known if not _ignored(n, config))
     if unknown:
         raise CheckpointError(
             f"the checkpoint has {len(unknown)} tensor(s) that {config.model_type} does not use",
@@ -128,6 +135,12 @@ def _attention_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "kv_a_layernorm.weight": (latent,),
         "kv_b_proj.weight": (heads * (nope + value), latent),
         "o_proj.weight": (hidden, heads * value),
+    }
+
+
+def _indexer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    hidden, query = config.hidden_size, config.q_lora_rank
+    return {
         "indexer.wq_b.weight": (config.index_n_heads * config.index_head_dim, query),
         "indexer.wk.weight": (config.index_head_dim, hidden),
         "indexer.k_norm.weight": (config.index_head_dim,),
@@ -189,12 +202,14 @@ class _Loader:
         sparse = self._config.sparse_mlp_layers[index]
         return LayerWeights(
             input_norm=self._get(f"{prefix}input_layernorm.weight"),
-            attention=self._attention(f"{prefix}self_attn."),
+            attention=self._attention(
+                f"{prefix}self_attn.", self._config.full_indexer_layers[index]
+            ),
             post_attention_norm=self._get(f"{prefix}post_attention_layernorm.weight"),
             mlp=self._moe(mlp) if sparse else self._mlp(mlp),
         )
 
-    def _attention(self, prefix: str) -> AttentionWeights:
+    def _attention(self, prefix: str, has_indexer: bool) -> AttentionWeights:
         config = self._config
         nope, value = config.qk_nope_head_dim, config.v_head_dim
         kv_b = self._get(f"{prefix}kv_b_proj.weight")
@@ -208,13 +223,16 @@ class _Loader:
             key_up=kv_b[:, :nope],
             value_up=kv_b[:, nope:],
             o_proj=self._get(f"{prefix}o_proj.weight"),
-            indexer=IndexerWeights(
-                q_proj=self._get(f"{prefix}indexer.wq_b.weight"),
-                k_proj=self._get(f"{prefix}indexer.wk.weight"),
-                k_norm_weight=self._get(f"{prefix}indexer.k_norm.weight", torch.float32),
-                k_norm_bias=self._get(f"{prefix}indexer.k_norm.bias", torch.float32),
-                head_proj=self._get(f"{prefix}indexer.weights_proj.weight", torch.float32),
-            ),
+            indexer=self._indexer(f"{prefix}indexer.") if has_indexer else None,
+        )
+
+    def _indexer(self, prefix: str) -> IndexerWeights:
+        return IndexerWeights(
+            q_proj=self._get(f"{prefix}wq_b.weight"),
+            k_proj=self._get(f"{prefix}wk.weight"),
+            k_norm_weight=self._get(f"{prefix}k_norm.weight", torch.float32),
+            k_norm_bias=self._get(f"{prefix}k_norm.bias", torch.float32),
+            head_proj=self._get(f"{prefix}weights_proj.weight", torch.float32),
         )
 
     def _mlp(self, prefix: str) -> MLPWeights:

@@ -22,8 +22,9 @@ class RecordedSelections:
 
     def take(self, config: ModelConfig, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Of the last forward, of so many rows: positions i64[layers, rows, index_topk], margins
-        fp32[layers, rows] between the last selected score and the first left out."""
-        layers, k = config.num_hidden_layers, config.index_topk
+        fp32[layers, rows] between the last selected score and the first left out. The layers are
+        those with an indexer."""
+        layers, k = len(config.index_layers), config.index_topk
         selected = torch.cat(self._selected) if rows else torch.empty(0, k, dtype=torch.int64)
         margins = torch.cat(self._margins) if rows else torch.empty(0)
         self._selected.clear()

@@ -9,7 +9,7 @@ import math
 import os
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.weights import tensor_shapes
+from cp_shared_kv.testing.block_fp8 import BLOCK_FP8_CONFIG, block_fp8
 from cp_shared_kv.testing.byte_tokenizer import END_TOKEN, VOCABULARY, byte_tokenizer
 
 _CHECKSUMS = "checksums.json"
@@ -31,7 +32,8 @@ class ModelShape:
     """The sizes of a tiny deepseek_v32 model; the defaults are the demo's.
 
     `branch_scale` below 1 shrinks what each layer adds to the residual stream, so that a flipped
-    selection costs less: only then can a bf16 run be compared with an fp32 one.
+    selection costs less: only then can a bf16 run be compared with an fp32 one. With `block_fp8`
+    the matrices that production checkpoints quantise are e4m3 with scales.
     """
 
     hidden_size: int = 128
@@ -57,12 +59,11 @@ class ModelShape:
     original_max_position_embeddings: int = 512
     rope_factor: float = 32.0
     branch_scale: float = 1.0
+    block_fp8: bool = False
 
     def config(self) -> dict[str, Any]:
         """The config.json of this shape."""
-        sizes = dict(vars(self))
-        for own in ("branch_scale", "original_max_position_embeddings", "rope_factor"):
-            del sizes[own]
+        sizes = {name: value for name, value in vars(self).items() if name not in _NO_SIZES}
         return {
             "architectures": ["DeepseekV32ForCausalLM"],
             "model_type": "deepseek_v32",
@@ -91,6 +92,35 @@ class ModelShape:
                 "mscale_all_dim": 1.0,
                 "original_max_position_embeddings": self.original_max_position_embeddings,
             },
+            **({"quantization_config": BLOCK_FP8_CONFIG} if self.block_fp8 else {}),
+        }
+
+
+_NO_SIZES = ("branch_scale", "block_fp8", "original_max_position_embeddings", "rope_factor")
+
+
+@dataclass(frozen=True)
+class GlmModelShape(ModelShape):
+    """The sizes of a tiny glm_moe_dsa model: plain rope, one group of experts.
+
+    `indexer` are the fields of config.json that say which layers share a selection.
+    """
+
+    n_group: int = 1
+    topk_group: int = 1
+    indexer: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def config(self) -> dict[str, Any]:
+        """The config.json of this shape."""
+        config = super().config()
+        config.update(config.pop("indexer"))
+        return config | {
+            "architectures": ["GlmMoeDsaForCausalLM"],
+            "model_type": "glm_moe_dsa",
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+            "rope_interleave": True,
+            "indexer_rope_interleave": True,
         }
 
 
@@ -102,6 +132,8 @@ def make_tiny_checkpoint(directory: Path, shape: ModelShape, seed: int) -> None:
     """
     config = shape.config()
     tensors = _draw(ModelConfig.from_dict(config), seed, shape.branch_scale)
+    if shape.block_fp8:
+        tensors = block_fp8(tensors)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as made:
         making = Path(made) / "model"
