@@ -7,7 +7,7 @@ import torch
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.recording import LogitsLog
-from cp_shared_kv.engine.sampler import sample_greedy
+from cp_shared_kv.engine.sampling.greedy import sample_greedy
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.pool import KVPool

@@ -1,4 +1,4 @@
-"""From logits to the next token. Greedy; ties go to the lowest token id."""
+"""The most likely token of each row; ties go to the lowest token id."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def sample_greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row. `logits`: float[rows, vocab]; finite.
+    """The most likely token of each row. `logits`: float[rows, vocab]; no NaN.
 
     torch.argmax leaves the choice among equal maxima open, so the lowest index is taken by hand:
     a replay must give the same token on every machine.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cp_shared_kv.engine.sampler import sample_greedy
+from cp_shared_kv.engine.sampling.greedy import sample_greedy
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
