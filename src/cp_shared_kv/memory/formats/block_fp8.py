@@ -36,7 +36,8 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     """codes u8[n, width] and scales fp32[n, width / 128] -> [n, width]: products rounded to fp32,
     then to `dtype`."""
     values = _E4M3_VALUES.index_select(0, codes.flatten().int()).view(codes.shape)
-    return (values.unflatten(1, (-1, BLOCK)) * scales.unsqueeze(2)).flatten(1).to(dtype)
+    values.unflatten(1, (-1, BLOCK)).mul_(scales.unsqueeze(2))
+    return values.to(dtype)
 
 
 def block_scales(amax: torch.Tensor, scale_kind: ScaleKind) -> torch.Tensor:
