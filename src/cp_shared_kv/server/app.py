@@ -18,6 +18,8 @@ from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.server.access_log import AccessLog
 from cp_shared_kv.server.answering import Answering
 from cp_shared_kv.server.api_error import ApiError, answer_api_error, answer_http_exception
+from cp_shared_kv.server.chat_completions import ChatCompletions
+from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.completions import Completions
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
@@ -85,6 +87,7 @@ def create_app(
     description: EngineDescription,
     *,
     defaults: GenerationDefaults | None = None,
+    chat_template: ChatTemplate | None = None,
 ) -> Starlette:
     """The HTTP application for one engine; `description` is what `client.describe()` gave.
 
@@ -99,11 +102,14 @@ def create_app(
     metrics = ServerMetrics()
     pages = _Pages(client, description, metrics)
     answering = Answering(client, tokenizer, description, RequestLimits(description), metrics)
-    completions = Completions(answering, defaults or GenerationDefaults())
+    defaults = defaults or GenerationDefaults()
+    completions = Completions(answering, defaults)
+    chat = ChatCompletions(answering, defaults, chat_template)
     routes = [
         Route("/v1/models", pages.models),
         Route("/v1/models/{model:path}", pages.model),
         Route("/v1/completions", completions.create, methods=["POST"]),
+        Route("/v1/chat/completions", chat.create, methods=["POST"]),
         Route("/health", pages.health),
         Route("/server_info", pages.server_info),
         Route("/get_server_info", pages.server_info),  # its older name in SGLang

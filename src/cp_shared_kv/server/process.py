@@ -13,6 +13,7 @@ from cp_shared_kv.engine.child import die_with_parent, report, run_child, set_up
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.server.app import create_app
+from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.serve import serve
 from cp_shared_kv.server.tokenizer import Tokenizer
@@ -44,10 +45,16 @@ def describe(spec: RunSpec) -> EngineDescription:
 
 async def _serve(spec: RunSpec, listener: socket.socket) -> None:
     description = describe(spec)
-    tokenizer = Tokenizer.from_directory(spec.engine_config().model_path)
+    directory = spec.engine_config().model_path
+    tokenizer = Tokenizer.from_directory(directory)
     client = ClusterClient(spec.endpoints.server, description)
-    defaults = GenerationDefaults.from_directory(spec.engine_config().model_path)
-    app = create_app(client, tokenizer, description, defaults=defaults)
+    app = create_app(
+        client,
+        tokenizer,
+        description,
+        defaults=GenerationDefaults.from_directory(directory),
+        chat_template=ChatTemplate.from_directory(directory),
+    )
     await client.start()
     try:
         await serve(app, listener, on_ready=lambda _address: report(spec, NAME, ready=True))

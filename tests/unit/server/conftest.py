@@ -23,6 +23,7 @@ from cp_shared_kv.engine.api import (
     TokenLogprobs,
 )
 from cp_shared_kv.server.app import create_app
+from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.serve import open_listener, serve
 from cp_shared_kv.server.tokenizer import Tokenizer
 
@@ -67,6 +68,12 @@ STATS = EngineStats(
     sent_descriptors_total=(8, 6, 6, 4),
     sent_bytes_total=(4000, 3000, 3000, 2000),
     scratch_bytes=(10, 20, 30, 40),
+)
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<s>assistant:{% endif %}"
 )
 
 
@@ -241,7 +248,7 @@ def tokenizer(model_directory: Path) -> Tokenizer:
 @pytest.fixture(scope="session")
 def shared_server(tokenizer: Tokenizer) -> Iterator[tuple[LiveServer, FakeEngine]]:
     engine = FakeEngine()
-    server = start_server(engine, tokenizer)
+    server = start_server(engine, tokenizer, chat_template=ChatTemplate(CHAT_TEMPLATE))
     yield server, engine
     server.stop()
 
