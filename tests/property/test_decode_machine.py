@@ -51,6 +51,8 @@ from cp_shared_kv.engine.messages import (
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.request import Stage
 from cp_shared_kv.engine.run_spec import PageLayout, RunSpec
+from cp_shared_kv.engine.sampling.sampler import SampledToken
+from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
@@ -282,6 +284,7 @@ class DecodeMachine(RuleBasedStateMachine):
             epoch=DECODE_EPOCH,
             cp_size=CP_SIZE,
             max_running=max_running,
+            vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
             to_controller=lambda m: self.put("decode", "controller", m),
             to_rank=lambda r, m: self.put("decode", f"rank {r}", m),
@@ -466,19 +469,23 @@ class DecodeMachine(RuleBasedStateMachine):
         elif self.decode.has_work:
             self.decode.step()
 
-    def execute(self, batch: Batch) -> dict[int, int]:
+    def execute(self, batch: Batch, sampling: dict[int, SamplingState]) -> dict[int, SampledToken]:
         """The engine's runner: a decode step may begin only on pages that have all arrived."""
         assert 0 < len(batch.requests) <= self.max_running
         batch.validate(page_size=PAGE_SIZE, logical_pages=self.decode_pages, vocab_size=VOCAB)
         for part in batch.requests:
             client = self.clients[part.room]
             assert part.prefix_tokens == len(client.prompt) + len(client.tokens) - 1
+            assert sampling[part.room].position == len(client.tokens)
             for position in range(-(-len(client.prompt) // PAGE_SIZE)):
                 page = int(part.pages()[position])
                 assert self.decode_content[page] == page_content(client.prompt, position)
             # The tail page and those behind it are decode's own now.
         tokens = batch.tokens().tolist()
-        return {p.room: token + 1 for p, token in zip(batch.requests, tokens, strict=True)}
+        return {
+            part.room: SampledToken(token + 1)
+            for part, token in zip(batch.requests, tokens, strict=True)
+        }
 
     # Writes ----------------------------------------------------------------------------------
 

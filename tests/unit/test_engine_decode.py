@@ -8,12 +8,15 @@ from typing import Any, Literal, TypeVar
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.messages import RoomRefused, Tokens
 from cp_shared_kv.engine.recording import MessageLog, read_messages
+from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
+from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.logical_pool import LogicalPool
@@ -28,10 +31,10 @@ from cp_shared_kv.transfer.messages import (
     Quiesced,
     Released,
     Reserve,
-    SamplingParams,
     Sent,
     Withdrawn,
 )
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 EPOCH, PREFILL_EPOCH = 200, 100
 PAGE_SIZE, CP_SIZE, VOCAB, EOS = 4, 2, 100, 99
@@ -42,16 +45,19 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class NextNumbers:
-    """A runner whose next token is the last one plus one."""
+    """A runner by whose logits the last token plus one is likeliest, and any other as good as 0."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
-    def execute(self, batch: Batch) -> dict[int, int]:
+    def execute(self, batch: Batch, sampling: dict[int, SamplingState]) -> dict[int, SampledToken]:
         batch.validate(page_size=PAGE_SIZE, logical_pages=1000, vocab_size=VOCAB)
         self.batches.append(batch)
-        tokens = batch.tokens().tolist()
-        return {part.room: token + 1 for part, token in zip(batch.requests, tokens, strict=True)}
+        rooms = [part.room for part in batch.requests]
+        logits = torch.zeros(len(rooms), VOCAB)
+        logits[range(len(rooms)), (batch.tokens() + 1).tolist()] = 20.0
+        chosen = sample(logits, [sampling[room] for room in rooms])
+        return dict(zip(rooms, chosen, strict=True))
 
 
 class Decode:
@@ -66,6 +72,7 @@ class Decode:
             epoch=EPOCH,
             cp_size=CP_SIZE,
             max_running=max_running,
+            vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
             to_controller=lambda message: self.sent.append(("controller", message)),
             to_rank=lambda rank, message: self.sent.append((f"rank {rank}", message)),  # type: ignore[arg-type]
@@ -83,16 +90,14 @@ class Decode:
     def taken(self, kind: type[M]) -> list[M]:
         return [message for _, message in self.take() if isinstance(message, kind)]
 
-    def offer(
-        self, room: int, tokens: int = 6, max_tokens: int = 4, ignore_eos: bool = False
-    ) -> None:
+    def offer(self, room: int, tokens: int = 6, max_tokens: int = 4, **sampling: Any) -> None:
         self.engine.on_offer(
             Offer(
                 **FROM_PREFILL,
                 room=room,
                 token_ids=pack_int64(np.arange(tokens)),
                 max_tokens=max_tokens,
-                sampling=SamplingParams(ignore_eos=ignore_eos),
+                sampling=SamplingParams(**sampling),
             )
         )
 
@@ -140,9 +145,11 @@ class Decode:
             )
         )
 
-    def run(self, room: int, tokens: int = 6, max_tokens: int = 4, first: int = 10) -> None:
+    def run(
+        self, room: int, tokens: int = 6, max_tokens: int = 4, first: int = 10, **sampling: Any
+    ) -> None:
         """Bring a room to where it decodes."""
-        self.offer(room, tokens, max_tokens)
+        self.offer(room, tokens, max_tokens, **sampling)
         self.first_token(room, first)
         for rank in range(CP_SIZE):
             self.send(room, rank, -(-tokens // PAGE_SIZE))
@@ -390,6 +397,89 @@ def test_a_recording_tells_reservations_starts_and_steps_in_their_order(tmp_path
     kinds = [type(message).__name__ for message in recorded]
     assert kinds == ["Reserve", "FirstToken", "Reserve", "FirstToken", "Batch"]
     assert recorded[-1] == decode.runner.batches[0]
+
+
+# Sampling ----------------------------------------------------------------------------------------
+
+
+def test_a_stop_id_ends_like_an_end_of_sequence_token() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=9, stop_token_ids=(12,))
+    assert decode.steps() == [tokens(1, 11), tokens(1, 12, end="stop")]
+    assert decode.free_tokens == 40
+
+
+def test_no_ending_is_chosen_before_the_least_tokens() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=4, first=97, min_tokens=3)  # 98, then 99 would be the end
+    chosen = [token for step in decode.steps() for token in step.token_ids]
+    assert chosen == [98, 0, 1]  # all other logits are equal: the lowest id
+
+
+def test_the_first_token_counts_for_the_penalties_and_the_prompt_for_one_of_them() -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=3, logit_bias=((50, 21.0),), presence_penalty=2.0, first=50)
+    decode.run(2, max_tokens=3, logit_bias=((5, 21.0),), repetition_penalty=1.1, first=60)
+    decode.run(3, max_tokens=3, logit_bias=((5, 21.0),), frequency_penalty=2.0, first=70)
+    decode.engine.step()
+    # Room 1 has put 50 out already, 5 is in room 2's prompt and does not count in room 3.
+    assert [told.token_ids for told in decode.taken(Tokens)] == [[51], [61], [5]]
+
+
+def test_tokens_of_a_seed_do_not_depend_on_the_company() -> None:
+    def run(*rooms: int) -> dict[int, list[int]]:
+        decode = Decode(pages=99)
+        for room in rooms:
+            flat = {"temperature": 100.0, "seed": room % 10, "ignore_eos": True}
+            decode.run(room, max_tokens=8, first=20, **flat)
+        found: dict[int, list[int]] = {room: [] for room in rooms}
+        for told in decode.steps():
+            found[told.room] += told.token_ids
+        return found
+
+    together = run(1, 2, 11, 3)
+    assert together[1] == together[11]  # the same seed
+    assert len({tuple(found) for found in together.values()}) == 3
+    assert all(run(room)[room] == found for room, found in together.items())
+
+
+def test_logprobs_are_told_with_every_token_and_the_first_ones_are_prefills() -> None:
+    decode = Decode()
+    decode.offer(1, max_tokens=3, logprobs=1)
+    first = SampledLogprobs(logprob=-0.25, top=((10, -0.25),))
+    decode.engine.on_first_token(FirstToken(**FROM_PREFILL, room=1, token_id=10, logprobs=first))
+    decode.send(1, 0)
+    decode.send(1, 1)
+    told = decode.steps()
+    assert told[0].logprobs == [first]
+    assert [t.token_ids for t in told] == [[10], [11], [12]]
+    for one in told[1:]:
+        assert one.logprobs is not None
+        assert [token for token, _ in one.logprobs[0].top] == one.token_ids
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"stop_token_ids": (VOCAB,)}, {"logit_bias": ((VOCAB, 1.0),)}]
+)
+def test_an_offer_with_a_token_beyond_the_vocabulary_is_declined(sampling: Any) -> None:
+    decode = Decode()
+    decode.offer(1, **sampling)
+    (declined,) = decode.taken(Declined)
+    assert f"token id {VOCAB}" in declined.reason
+    assert decode.free_tokens == 40
+
+
+def test_a_prompt_beyond_the_vocabulary_is_declined_where_penalties_would_index_with_it() -> None:
+    decode = Decode(pages=99)
+    decode.offer(1, tokens=VOCAB + 1, repetition_penalty=1.1)
+    assert len(decode.taken(Declined)) == 1
+
+
+def test_a_first_token_beyond_the_vocabulary_is_refused() -> None:
+    decode = Decode()
+    decode.offer(1)
+    with pytest.raises(ProtocolError, match="vocabulary"):
+        decode.first_token(1, VOCAB)
 
 
 # Stops and failures ------------------------------------------------------------------------------

@@ -18,6 +18,8 @@ from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    Flush,
+    Flushed,
     PrefillStats,
     RoomConcluded,
     RoomRefused,
@@ -38,9 +40,9 @@ from cp_shared_kv.transfer.messages import (
     OpenRoom,
     Released,
     Reserve,
-    SamplingParams,
     Withdrawn,
 )
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 EPOCH, DECODE_EPOCH = 100, 200
 PAGE_SIZE, CP_SIZE, VOCAB = 4, 2, 50
@@ -108,13 +110,15 @@ class Controller:
     def taken(self, kind: type[M]) -> list[M]:
         return [message for _, message in self.take() if isinstance(message, kind)]
 
-    def submit(self, room: int, tokens: int = 6, max_tokens: int = 3, first: int = 1) -> None:
+    def submit(
+        self, room: int, tokens: int = 6, max_tokens: int = 3, first: int = 1, **sampling: Any
+    ) -> None:
         self.controller.on_server(
             Submit(
                 room=room,
                 token_ids=pack_int64(np.arange(first, first + tokens)),
                 max_tokens=max_tokens,
-                sampling=SamplingParams(),
+                sampling=SamplingParams(**sampling),
             )
         )
 
@@ -228,6 +232,59 @@ def test_the_first_token_is_sent_once_when_every_rank_is_done() -> None:
     group.conclude(1, 0)
     group.conclude(1, 1)
     assert group.take() == []  # the rest is decode's
+
+
+@pytest.mark.parametrize(
+    ("sampling", "prompt"),
+    [
+        ({}, []),
+        ({"temperature": 0.5, "seed": 9, "presence_penalty": 1.0}, []),
+        ({"repetition_penalty": 1.5}, [1, 2, 3]),
+    ],
+)
+def test_ranks_hear_how_to_choose_the_first_token_and_the_prompt_only_if_it_matters(
+    sampling: dict[str, Any], prompt: list[int]
+) -> None:
+    group = Controller()
+    group.submit(1, tokens=3, **sampling)
+    (offer,) = group.taken(Offer)
+    group.reserve(1, pages=1)
+    group.step()
+    (opened,) = group.taken(OpenRoom)
+    assert opened.sampling == offer.sampling == SamplingParams(**sampling)
+    assert opened.prompt_tokens().tolist() == prompt
+
+
+def test_the_first_token_brings_its_logprobs() -> None:
+    group = Controller()
+    batch = group.start(1)
+    group.done(batch, 0)
+    group.take()
+    told = SampledLogprobs(logprob=-0.5, top=((3, -0.25),))
+    group.controller.on_rank(
+        BatchDone(
+            rank=1,
+            batch_id=batch.batch_id,
+            tokens=[RoomToken(room=1, token_id=4, logprobs=told)],
+            scratch_bytes=0,
+        )
+    )
+    assert group.taken(FirstToken) == [FirstToken(**TO_DECODE, room=1, token_id=4, logprobs=told)]
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"stop_token_ids": (VOCAB,)}, {"logit_bias": ((3, 1.0), (VOCAB, 1.0))}]
+)
+def test_sampling_by_a_token_beyond_the_vocabulary_is_refused_before_anyone_hears_of_it(
+    sampling: dict[str, Any],
+) -> None:
+    group = Controller()
+    group.submit(1, **sampling)
+    ((end, refusal),) = group.take()
+    assert end == "server"
+    assert isinstance(refusal, RoomRefused)
+    assert refusal.kind == "invalid"
+    assert f"{next(iter(sampling))} holds token id {VOCAB}" in refusal.reason
 
 
 def test_a_chunk_that_is_not_the_last_gives_no_token() -> None:
@@ -625,3 +682,18 @@ def test_a_neighbour_in_the_same_batch_goes_on_when_one_is_stopped() -> None:
     group.done(batch, 0, (1, 8), (2, 9))
     group.done(batch, 1)
     assert group.taken(FirstToken) == [FirstToken(**TO_DECODE, room=2, token_id=9)]
+
+
+def test_a_flush_drops_what_no_request_uses_and_tells_how_much() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=8)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+        group.conclude(1, rank)
+    batch = group.start(2, tokens=4)
+    assert group.stats().cached_tokens == 4  # of the first request's two pages one is in use
+    group.controller.on_server(Flush(ticket=9))
+    assert group.taken(Flushed) == [Flushed(ticket=9, pages=1)]
+    assert group.stats().cached_tokens == 0
+    group.controller.on_server(Flush(ticket=10))
+    assert group.taken(Flushed) == [Flushed(ticket=10, pages=0)]

@@ -12,12 +12,15 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from cp_shared_kv.engine.api import FinishReason
 from cp_shared_kv.engine.batch import Batch, BatchRequest
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.recording import MessageLog
-from cp_shared_kv.errors import CapacityError, InvariantError
+from cp_shared_kv.engine.sampling.sampler import SampledToken
+from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_sampling
+from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.transfer.actions import (
@@ -55,9 +58,10 @@ class DecodeRoom:
 
     offer: Offer
     prompt_tokens: int
+    sampling: SamplingState
     logical_pages: LogicalPages | None = None
     session: DecodeSession | None = None
-    first_token: int | None = None
+    first_token: SampledToken | None = None
     generated: list[int] = field(default_factory=list[int])
 
 
@@ -72,6 +76,7 @@ class DecodeEngine:
         epoch: int,
         cp_size: int,
         max_running: int,
+        vocab_size: int,
         eos_token_ids: frozenset[int],
         to_controller: SendTo,
         to_rank: Callable[[int, msgspec.Struct], None],
@@ -84,6 +89,7 @@ class DecodeEngine:
         self.prefill_epoch = 0
         self._cp_size = cp_size
         self._max_running = max_running
+        self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._to_controller, self._to_rank, self._to_server = to_controller, to_rank, to_server
         self._log = log
@@ -102,7 +108,17 @@ class DecodeEngine:
         self._check_epochs(offer)
         if offer.room in self._rooms:
             return
-        self._rooms[offer.room] = DecodeRoom(offer, len(offer.token_ids) // 8)
+        try:
+            sampling = SamplingState(
+                offer.sampling,
+                vocab_size=self._vocab_size,
+                eos_token_ids=self._eos,
+                prompt_token_ids=prompt_tokens_for_sampling(offer.sampling, offer.tokens()),
+            )
+        except ProtocolError as error:
+            self._decline(offer.room, str(error))
+            return
+        self._rooms[offer.room] = DecodeRoom(offer, len(offer.token_ids) // 8, sampling)
         self._waiting.append(offer.room)
         self._reserve_waiting()
 
@@ -119,9 +135,15 @@ class DecodeEngine:
     def on_first_token(self, message: FirstToken) -> None:
         """The token that prefill's logits chose."""
         self._check_epochs(message)
+        if message.token_id >= self._vocab_size:
+            raise ProtocolError(
+                f"the first token of room {message.room} is not in the vocabulary",
+                value=message.token_id,
+                allowed=f"0 to {self._vocab_size - 1}",
+            )
         room = self._rooms.get(message.room)
         if room is not None and room.first_token is None:
-            room.first_token = message.token_id
+            room.first_token = SampledToken(message.token_id, message.logprobs)
             self._start_if_ready(message.room)
 
     def on_stop(self, message: AbortRoom | Withdrawn) -> None:
@@ -131,7 +153,7 @@ class DecodeEngine:
         if room is None:
             return
         if message.room in self._running:
-            self._finish(message.room, "abort")
+            self._finish(Tokens(room=message.room, token_ids=[], finish_reason="abort"))
         elif room.session is None:
             self._waiting.remove(message.room)
             del self._rooms[message.room]
@@ -181,7 +203,8 @@ class DecodeEngine:
             requests=parts,
         )
         self._record(batch)
-        for name, token in self._runner.execute(batch).items():
+        sampling = {name: self._rooms[name].sampling for name in chosen}
+        for name, token in self._runner.execute(batch, sampling).items():
             self._emit(name, token)
 
     def stats(self, ticket: int) -> DecodeStats:
@@ -220,14 +243,7 @@ class DecodeEngine:
             except CapacityError as error:
                 self._waiting.pop(0)
                 del self._rooms[name]
-                self._to_controller(
-                    Declined(
-                        epoch=self._epoch,
-                        peer_epoch=self.prefill_epoch,
-                        room=name,
-                        reason=str(error),
-                    )
-                )
+                self._decline(name, str(error))
                 continue
             if admission is None:
                 return
@@ -252,6 +268,11 @@ class DecodeEngine:
             )
             self._record(reserve)
             self._to_controller(reserve)
+
+    def _decline(self, name: int, reason: str) -> None:
+        self._to_controller(
+            Declined(epoch=self._epoch, peer_epoch=self.prefill_epoch, room=name, reason=reason)
+        )
 
     # Actions of the sessions ------------------------------------------------------------------
 
@@ -284,7 +305,7 @@ class DecodeEngine:
                 epoch=self._epoch,
                 peer_epoch=self.prefill_epoch,
                 room=name,
-                token_id=room.first_token,
+                token_id=room.first_token.token_id,
             )
         )
         self._running.append(name)
@@ -292,26 +313,29 @@ class DecodeEngine:
 
     # Output -----------------------------------------------------------------------------------
 
-    def _emit(self, name: int, token: int) -> None:
+    def _emit(self, name: int, token: SampledToken) -> None:
         room = self._rooms[name]
-        room.generated.append(token)
+        room.generated.append(token.token_id)
         self.generated_total += 1
-        stop = token in self._eos and not room.offer.sampling.ignore_eos
+        stop = room.sampling.append(token.token_id)
         full = len(room.generated) >= room.offer.max_tokens
-        if stop or full:
-            self._finish(name, "stop" if stop else "length", [token])
-        else:
-            self._to_server(Tokens(room=name, token_ids=[token]))
-
-    def _finish(self, name: int, reason: str, tokens: list[int] | None = None) -> None:
-        self._running.remove(name)
-        self.finished_total += 1
-        self._to_server(
-            msgspec.convert(
-                {"room": name, "token_ids": tokens or [], "finish_reason": reason}, Tokens
-            )
+        reason: FinishReason | None = "stop" if stop else "length" if full else None
+        told = Tokens(
+            room=name,
+            token_ids=[token.token_id],
+            finish_reason=reason,
+            logprobs=None if token.logprobs is None else [token.logprobs],
         )
-        self._release(name)
+        if reason is None:
+            self._to_server(told)
+        else:
+            self._finish(told)
+
+    def _finish(self, last: Tokens) -> None:
+        self._running.remove(last.room)
+        self.finished_total += 1
+        self._to_server(last)
+        self._release(last.room)
 
     def _release(self, name: int) -> None:
         if self._rooms.pop(name, None) is not None:

@@ -83,6 +83,7 @@ class DecodeWorker:
             epoch=self._epoch,
             cp_size=limits.cp_size,
             max_running=config.max_running_requests,
+            vocab_size=spec.vocab_size,
             eos_token_ids=frozenset(spec.eos_token_ids),
             to_controller=self._to_controller,
             to_rank=self._to_rank,

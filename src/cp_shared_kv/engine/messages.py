@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from cp_shared_kv.engine.api import FinishReason, RefusalKind
 from cp_shared_kv.transfer.messages import Hello
 from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
@@ -41,6 +42,12 @@ class StatsRequest(_Message, frozen=True, kw_only=True, tag="stats_request"):
     ticket: int
 
 
+class Flush(_Message, frozen=True, kw_only=True, tag="flush"):
+    """Drop every cached prefix that no request uses; `ticket` comes back with the answer."""
+
+    ticket: int
+
+
 # Controller and decode -> server ---------------------------------------------------------------
 
 
@@ -55,7 +62,7 @@ class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
 
     room: int
     token_ids: list[int]
-    finish_reason: Literal["stop", "length", "abort"] | None = None
+    finish_reason: FinishReason | None = None
     logprobs: list[SampledLogprobs] | None = None
     """One for each of `token_ids`, when the request asked for them."""
 
@@ -71,7 +78,7 @@ class RoomRefused(_Message, frozen=True, kw_only=True, tag="room_refused"):
     """A request that ends without its tokens, and why."""
 
     room: int
-    kind: Literal["too_long", "invalid", "overloaded", "unavailable", "failed"]
+    kind: RefusalKind
     reason: str
 
 
@@ -106,6 +113,13 @@ class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
     generated_tokens_total: int
     finished_total: int
     failed_rooms_total: int
+
+
+class Flushed(_Message, frozen=True, kw_only=True, tag="flushed"):
+    """So many logical pages were dropped."""
+
+    ticket: int
+    pages: int
 
 
 # Controller -> ranks ---------------------------------------------------------------------------

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import numpy as np
 import torch
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.recording import LogitsLog
-from cp_shared_kv.engine.sampling.greedy import sample_greedy
+from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
+from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.pool import KVPool
@@ -43,8 +46,13 @@ class ModelRunner:
         self._log = log
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> dict[int, int]:
-        """Compute the batch; returns the next token of each request whose last row is here."""
+    def execute(
+        self, batch: Batch, sampling: Mapping[int, SamplingState] | None = None
+    ) -> dict[int, SampledToken]:
+        """Compute the batch; returns the next token of each request whose last row is here.
+
+        `sampling` says by room how the token is chosen; a room that is not in it is greedy.
+        """
         kv = ForwardKV.build(
             self._pool,
             self._layout,
@@ -75,5 +83,5 @@ class ModelRunner:
             )
             self._log.append(batch.batch_id, rooms[mine], kv.positions.numpy(), every.numpy())
             logits = every[rows]
-        tokens = sample_greedy(logits)
+        tokens = sample(logits, [(sampling or {}).get(room) for room, _ in wanted])
         return {room: token for (room, _), token in zip(wanted, tokens, strict=True)}

@@ -17,6 +17,8 @@ from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    Flush,
+    Flushed,
     PrefillStats,
     RoomConcluded,
     RoomRefused,
@@ -26,11 +28,12 @@ from cp_shared_kv.engine.messages import (
 from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.request import PrefillRequest
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.sampling.state import prompt_tokens_for_sampling
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
-from cp_shared_kv.transfer.codec import check_int64, unpack_int64
+from cp_shared_kv.transfer.codec import check_int64, pack_int64, unpack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Declined,
@@ -90,8 +93,8 @@ class PrefillController:
 
     # From the server --------------------------------------------------------------------------
 
-    def on_server(self, message: Submit | Cancel | StatsRequest) -> None:
-        """A new prompt, a client gone, or a question for figures."""
+    def on_server(self, message: Submit | Cancel | StatsRequest | Flush) -> None:
+        """A new prompt, a client gone, a question for figures, or the cache is to go."""
         match message:
             case Submit():
                 self._submit(message)
@@ -99,12 +102,15 @@ class PrefillController:
                 self._abort(message.room, "the client went away")
             case StatsRequest():
                 self._to_server(self._stats(message.ticket))
+            case Flush():
+                self._to_server(Flushed(ticket=message.ticket, pages=self._pool.clear()))
 
     def _submit(self, message: Submit) -> None:
         if self.scheduler.get(message.room) is not None:
             raise ProtocolError("room is already open", value=message.room)
         try:
             check_int64("token_ids", message.token_ids, at_least=0, at_most=self._vocab_size - 1)
+            message.sampling.check_vocabulary(self._vocab_size)
             if message.max_tokens < 1:
                 raise ValueError(f"max_tokens is {message.max_tokens}; allowed: 1 or more")
             offer = Offer(
@@ -181,6 +187,10 @@ class PrefillController:
                 first_position=message.first_position,
                 physical_pages=message.physical_pages,
                 total_positions=-(-request.prompt_tokens // self._limits.page_size),
+                sampling=request.sampling,
+                prompt_token_ids=pack_int64(
+                    prompt_tokens_for_sampling(request.sampling, request.token_ids)
+                ),
             )
         except ValueError as error:
             self._abort(message.room, f"decode's reservation is malformed: {error}")
@@ -219,6 +229,7 @@ class PrefillController:
                             peer_epoch=self._decode_epoch,
                             room=token.room,
                             token_id=token.token_id,
+                            logprobs=token.logprobs,
                         )
                     )
         self._done.clear()

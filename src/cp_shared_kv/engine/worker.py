@@ -30,6 +30,7 @@ from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.rank_pools import RankPools
 from cp_shared_kv.engine.recording import LogitsLog
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, Positions
@@ -80,6 +81,8 @@ class RankWorker:
         self._pools: RankPools | None = None
         self._runner: ModelRunner | None = None
         self._sender: TransferSender | None = None
+        self._sampling: dict[int, SamplingState] = {}
+        """Of the open rooms whose first token has not been chosen."""
         self._transport = SharedMemoryTransport(f"{spec.run_id}-rank{self._rank}")
         self._scratch = Scratch(0)
         self._flip_before: int | None = None
@@ -92,11 +95,12 @@ class RankWorker:
             case ConnectDecode():
                 self._connect(message)
             case OpenRoom():
-                self._running()[1].open(message)
+                self._open(message)
             case Batch():
                 self._run(message)
             case AbortRoom():
                 self._running()[1].abort(message)
+                self._sampling.pop(message.room, None)
             case _:
                 raise ProtocolError("not a message for a rank", value=type(message).__name__)
 
@@ -118,6 +122,7 @@ class RankWorker:
         if self._pools is not None:
             self._pools.close()
         self._runner = self._sender = self._pools = None
+        self._sampling.clear()
         self._scratch = Scratch(message.scratch_limit_bytes)
         pool_spec = self._model.pool_spec
         if message.shared:
@@ -179,6 +184,16 @@ class RankWorker:
             self.decode.connect(message.address)
         self._to_controller(DecodeConnected(rank=self._rank))
 
+    def _open(self, message: OpenRoom) -> None:
+        """Take a room, and how its first token is to be chosen should its last row be here."""
+        self._running()[1].open(message)
+        self._sampling[message.room] = SamplingState(
+            message.sampling,
+            vocab_size=self._model.config.vocab_size,
+            eos_token_ids=self._spec.eos_token_ids,
+            prompt_token_ids=message.prompt_tokens(),
+        )
+
     def _run(self, batch: Batch) -> None:
         """One forward pass, then the transfer of what it completed. Collective."""
         configured, sender, runner = self._running()
@@ -192,17 +207,22 @@ class RankWorker:
         )
         if self._flip_before == batch.batch_id:
             self._flip_a_byte(batch)
-        tokens = runner.execute(batch)
+        tokens = runner.execute(batch, self._sampling)
         self._to_controller(
             BatchDone(
                 rank=self._rank,
                 batch_id=batch.batch_id,
-                tokens=[RoomToken(room=room, token_id=t) for room, t in tokens.items()],
+                tokens=[
+                    RoomToken(room=room, token_id=token.token_id, logprobs=token.logprobs)
+                    for room, token in tokens.items()
+                ],
                 scratch_bytes=self._scratch.bytes_in_use,
             )
         )
         for part in batch.requests:
             sender.send_chunk(part)
+            if part.last:
+                self._sampling.pop(part.room, None)
 
     def _flip_a_byte(self, batch: Batch) -> None:
         """Damage the first page that this rank owns of the batch's prefixes (a test's wish)."""

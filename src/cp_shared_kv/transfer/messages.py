@@ -206,6 +206,10 @@ class OpenRoom(_Message, frozen=True, kw_only=True, tag="open_room"):
                 f"allowed: total_positions = {self.total_positions}"
             )
 
+    def prompt_tokens(self) -> npt.NDArray[np.int64]:
+        """The prompt's tokens that the sampling needs, int64."""
+        return unpack_int64(self.prompt_token_ids)
+
     def reservation(self, decode_physical_pages: int) -> Reservation:
         """The pages by position, checked against the size of decode's pool (its Hello)."""
         return _reservation(self.first_position, self.physical_pages, decode_physical_pages)
