@@ -21,6 +21,8 @@ from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
     DecodeStats,
+    Flush,
+    Flushed,
     PrefillStats,
     Registered,
     RoomRefused,
@@ -350,6 +352,28 @@ def test_a_process_that_is_gone_is_named() -> None:
         await asyncio.sleep(0.05)
         with pytest.raises(EngineRefusal, match="prefill-0 is not connected") as refused:
             await collect(engine, request())
+        assert refused.value.kind == "unavailable"
+
+    with_engine(test)
+
+
+def test_a_flush_is_answered_with_the_pages_dropped() -> None:
+    async def test(engine: Engine) -> None:
+        flushing = asyncio.create_task(engine.client.flush_cache())
+        asked = await engine.next(Flush)
+        await engine.prefill.send(encode(Flushed(ticket=asked.ticket + 50, pages=99)))
+        await engine.prefill.send(encode(Flushed(ticket=asked.ticket, pages=3)))
+        assert await flushing == 3
+
+    with_engine(test)
+
+
+def test_a_flush_that_is_not_answered_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+
+    async def test(engine: Engine) -> None:
+        with pytest.raises(EngineRefusal, match="no answer from the engine") as refused:
+            await engine.client.flush_cache()
         assert refused.value.kind == "unavailable"
 
     with_engine(test)

@@ -690,7 +690,7 @@ def test_a_flush_drops_what_no_request_uses_and_tells_how_much() -> None:
     for rank in range(CP_SIZE):
         group.done(batch, rank)
         group.conclude(1, rank)
-    batch = group.start(2, tokens=4)
+    group.start(2, tokens=5)
     assert group.stats().cached_tokens == 4  # of the first request's two pages one is in use
     group.controller.on_server(Flush(ticket=9))
     assert group.taken(Flushed) == [Flushed(ticket=9, pages=1)]

@@ -26,11 +26,13 @@ from cp_shared_kv.engine.api import (
     TokenChunk,
     TokenLogprobs,
 )
-from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER
+from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer
 from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
     DecodeStats,
+    Flush,
+    Flushed,
     PrefillStats,
     Registered,
     RoomRefused,
@@ -81,6 +83,7 @@ class ClusterClient:
         self._rooms: dict[int, _Room] = {}
         self._room_of: dict[str, int] = {}
         self._tickets: dict[int, _Figures] = {}
+        self._flushes: dict[int, asyncio.Future[int]] = {}
         self._next_ticket = 0
         self._registered: set[str] = set()
         self._all_registered = asyncio.Event()
@@ -194,6 +197,23 @@ class ClusterClient:
             del self._tickets[ticket]
         return self._join(prefill, decode)
 
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; returns how many logical pages."""
+        self._next_ticket += 1
+        ticket = self._next_ticket
+        pages: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._flushes[ticket] = pages
+        try:
+            await self._send(PREFILL, Flush(ticket=ticket))
+            async with asyncio.timeout(SILENCE_SECONDS):
+                return await pages
+        except TimeoutError:
+            raise EngineRefusal(
+                f"no answer from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
+            ) from None
+        finally:
+            del self._flushes[ticket]
+
     def healthy(self) -> tuple[bool, str]:
         """Whether both processes have answered lately."""
         if not self._all_registered.is_set():
@@ -226,7 +246,7 @@ class ClusterClient:
             scratch_bytes=prefill.scratch_bytes,
         )
 
-    async def _send(self, to: bytes, message: Submit | Cancel | StatsRequest) -> None:
+    async def _send(self, to: bytes, message: FromServer) -> None:
         try:
             await self._socket.send_multipart([to, FROM_SERVER.encode(message)])
         except zmq.ZMQError as error:
@@ -260,6 +280,10 @@ class ClusterClient:
                     _answer(figures.prefill, message)
                 else:
                     _answer(figures.decode, message)
+            case Flushed():
+                pages = self._flushes.get(message.ticket)
+                if pages is not None:
+                    _answer(pages, message.pages)
             case _:
                 pass
 

@@ -15,6 +15,8 @@ from cp_shared_kv.engine.messages import (
     ConnectDecode,
     DecodeConnected,
     DecodeStats,
+    Flush,
+    Flushed,
     PrefillStats,
     RankReady,
     RegionMapped,
@@ -46,8 +48,8 @@ from cp_shared_kv.transfer.messages import (
     Withdrawn,
 )
 
-FromServer = Submit | Cancel | StatsRequest
-ToServer = Registered | Tokens | Admitted | RoomRefused | PrefillStats | DecodeStats
+FromServer = Submit | Cancel | StatsRequest | Flush
+ToServer = Registered | Tokens | Admitted | RoomRefused | PrefillStats | DecodeStats | Flushed
 ToRank = Configure | ConnectDecode | OpenRoom | Batch | AbortRoom
 FromRank = RankReady | Configured | DecodeConnected | BatchDone | RoomConcluded
 DecodeToRank = Acknowledged | AbortRoom

@@ -39,6 +39,10 @@ class EngineClient(Protocol):
         """Figures of this moment."""
         ...
 
+    async def flush_cache(self) -> int:
+        """Drop every cached prefix that no request uses; returns how many logical pages went."""
+        ...
+
     def healthy(self) -> tuple[bool, str]:
         """Whether requests can be served now, and if not why. Must answer at once."""
         ...

@@ -148,6 +148,11 @@ class FakeEngine:
         self.aborted.append(request_id)
         self.abort_called.set()
 
+    async def flush_cache(self) -> int:
+        if self.refusal is not None:
+            raise self.refusal
+        return 2
+
     async def stats(self) -> EngineStats:
         if self.current_stats is None:
             raise EngineRefusal("the engine does not answer", kind="unavailable")
