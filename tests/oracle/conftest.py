@@ -1,4 +1,4 @@
-"""One oracle model a session: its checkpoint, transformers on it, and the cases' schedules."""
+"""The oracle's models: a checkpoint, transformers on it, and the cases' schedules."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from cp_shared_kv.testing.oracle_cases import (
     NEW_TOKENS,
-    ORACLE_SHAPE,
+    ORACLE_SHAPES,
     PROMPT_TOKENS,
     oracle_schedules,
     prompt,
@@ -28,9 +28,24 @@ class OracleModel:
 
 
 @pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> OracleModel:
-    checkpoint = tmp_path_factory.mktemp("oracle") / "model"
-    make_tiny_checkpoint(checkpoint, ORACLE_SHAPE, seed=0)
-    oracle = TransformersOracle(checkpoint)
-    generated = oracle.generate(prompt(1, PROMPT_TOKENS), NEW_TOKENS)
-    return OracleModel(checkpoint, oracle, generated, oracle_schedules(generated))
+def made_models() -> dict[str, OracleModel]:
+    """Those that a test has asked for, by name; each is made once a session."""
+    return {}
+
+
+@pytest.fixture
+def model(
+    request: pytest.FixtureRequest,
+    made_models: dict[str, OracleModel],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> OracleModel:
+    """A model of ORACLE_SHAPES; tests name it as the fixture's parameter."""
+    name: str = request.param
+    if name not in made_models:
+        checkpoint = tmp_path_factory.mktemp("oracle") / "model"
+        make_tiny_checkpoint(checkpoint, ORACLE_SHAPES[name], seed=0)
+        oracle = TransformersOracle(checkpoint)
+        generated = oracle.generate(prompt(1, PROMPT_TOKENS), NEW_TOKENS)
+        schedules = oracle_schedules(generated)
+        made_models[name] = OracleModel(checkpoint, oracle, generated, schedules)
+    return made_models[name]

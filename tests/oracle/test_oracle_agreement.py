@@ -16,6 +16,8 @@ from cp_shared_kv.testing.oracle_cases import NEW_TOKENS, PROMPT_TOKENS
 from cp_shared_kv.testing.rank_pool import RankPool
 from cp_shared_kv.testing.recording_ops import RecordedSelections
 
+ARCHITECTURES = ["deepseek_v32", "glm_moe_dsa, list", "glm_moe_dsa, frequency"]
+MODELS = [*ARCHITECTURES, "deepseek_v32, block fp8", "glm_moe_dsa, block fp8"]
 CASES = ["one-shot", "chunked", "prefix hit", "prefix hit, chunked", "decode", "mixed batches"]
 RELATIVE_ERROR = 2e-6
 
@@ -38,6 +40,7 @@ def on_one_rank(model: Any, case: str) -> ComputedRows:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_one_rank_agrees_with_transformers(model: Any, case: str) -> None:
     assert_agrees(on_one_rank(model, case), case, model)
 
@@ -46,6 +49,7 @@ def test_one_rank_agrees_with_transformers(model: Any, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("split", ["in-seq-split", "round-robin-split"])
 @pytest.mark.parametrize("cp_size", [2, 4])
+@pytest.mark.parametrize("model", ARCHITECTURES, indirect=True)
 def test_a_sharing_group_agrees_with_transformers(
     rank_pool: RankPool, tmp_path: Path, model: Any, cp_size: int, split: str, case: str
 ) -> None:
@@ -61,6 +65,7 @@ def test_a_sharing_group_agrees_with_transformers(
     assert_agrees(ComputedRows.merged(ranks), case, model)
 
 
+@pytest.mark.parametrize("model", MODELS, indirect=True)
 def test_decoding_greedily_writes_the_tokens_of_transformers_generate(model: Any) -> None:
     logits = on_one_rank(model, "decode").logits
     continuation = logits[PROMPT_TOKENS - 1 : -1].argmax(dim=1).tolist()
@@ -68,6 +73,7 @@ def test_decoding_greedily_writes_the_tokens_of_transformers_generate(model: Any
     assert len(continuation) == NEW_TOKENS
 
 
+@pytest.mark.parametrize("model", ARCHITECTURES, indirect=True)
 def test_chunking_changes_only_the_rounding(model: Any) -> None:
     whole, chunked = on_one_rank(model, "one-shot"), on_one_rank(model, "chunked")
     difference = (whole.logits - chunked.logits).norm() / whole.logits.norm()

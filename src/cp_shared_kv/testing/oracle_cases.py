@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
-from cp_shared_kv.testing.tiny_models import ModelShape
+from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
-ORACLE_SHAPE = ModelShape(num_hidden_layers=4, index_n_heads=16, index_topk=16)
-"""Sixteen index heads: with a few, all may be negative for a key, and scores tie at exactly 0."""
+# Sixteen index heads: with a few, all may be negative for a key, and scores tie at exactly 0.
+ORACLE_SIZES: dict[str, Any] = {"num_hidden_layers": 4, "index_n_heads": 16, "index_topk": 16}
+# transformers takes the weights of a matrix to be cut into equal blocks. These sizes are below 128
+# or a multiple of it; the others have cut blocks at their edges.
+_WHOLE_BLOCKS = {"num_attention_heads": 8}
 
-ODD_SIZES = (7, 33, 64, 65, 1, 2)
+GLM_LIST = {"indexer_types": ["full", "shared", "full", "shared"]}
+GLM_FREQUENCY = {"index_topk_freq": 3, "index_skip_topk_offset": 1}
+"""Two shared layers in a row: full, shared, shared, full."""
+
+ORACLE_SHAPES: dict[str, ModelShape] = {
+    "deepseek_v32": ModelShape(**ORACLE_SIZES),
+    "glm_moe_dsa, list": GlmModelShape(**ORACLE_SIZES, indexer=GLM_LIST),
+    "glm_moe_dsa, frequency": GlmModelShape(**ORACLE_SIZES, indexer=GLM_FREQUENCY),
+    "deepseek_v32, block fp8": ModelShape(**ORACLE_SIZES, **_WHOLE_BLOCKS, block_fp8=True),
+    "glm_moe_dsa, block fp8": GlmModelShape(
+        **ORACLE_SIZES, **_WHOLE_BLOCKS, indexer=GLM_FREQUENCY, block_fp8=True
+    ),
+}
+"""The models by name; a part of the name before the comma is the architecture."""
+
+ODDORACLE_SIZES = (7, 33, 64, 65, 1, 2)
 PROMPT_TOKENS = 290
 NEW_TOKENS = 12
 _PAGE_SIZE = 16
@@ -34,7 +53,7 @@ def oracle_schedules(generated: list[int]) -> dict[str, Schedule]:
     three = [*hit, PlannedRequest(short)]
     return {
         "one-shot": Schedule(_PAGE_SIZE, lone, [[Span(0, 0, end)]]),
-        "chunked": Schedule(_PAGE_SIZE, lone, in_chunks(0, 0, ODD_SIZES, end)),
+        "chunked": Schedule(_PAGE_SIZE, lone, in_chunks(0, 0, ODDORACLE_SIZES, end)),
         "prefix hit": Schedule(
             _PAGE_SIZE, hit, [[Span(0, 0, end)], [Span(1, hit_start, len(branch))]]
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ class Agreement:
     """Of all logits: the norm of the difference over the norm of the oracle's."""
     worst_row_error: float
     sparse_rows: int
-    """Rows of all layers that had to leave a position out."""
+    """Rows of all layers with an indexer that had to leave a position out."""
     sure_rows: int
     """Of these, rows with a margin above SURE_MARGIN."""
     sure_rows_agreeing: int
@@ -38,15 +39,28 @@ class Agreement:
 
 
 class TransformersOracle:
-    """One model, each prompt in one forward, without any cache of ours."""
+    """One model, each prompt in one forward, without any cache of ours.
+
+    transformers gives two norms of each layer, those of the query and KV latents, an epsilon of
+    1e-6 whatever the config says. Here they have the config's, as in SGLang and vLLM: for GLM
+    that is another number.
+    """
 
     def __init__(self, checkpoint: Path, dtype: torch.dtype = torch.float32) -> None:
         transformers.utils.logging.disable_progress_bar()
-        model: Any = transformers.DeepseekV32ForCausalLM.from_pretrained(
-            checkpoint, dtype=dtype, attn_implementation="eager"
+        model: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            checkpoint, dtype=dtype, attn_implementation="eager", **_dequantising(checkpoint)
         )
+        for layer in model.model.layers:
+            for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
+                norm.variance_epsilon = model.config.rms_norm_eps
         self._model = model.eval()
         self._answers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    @property
+    def layers(self) -> Any:
+        """The decoder layers, as transformers has them."""
+        return self._model.model.layers
 
     def generate(self, prompt: list[int], new_tokens: int) -> list[int]:
         """The prompt and its greedy continuation, end tokens not heeded."""
@@ -63,7 +77,8 @@ class TransformersOracle:
         return generated[0].tolist()
 
     def logits_and_selections(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """fp32[T, vocab] and, True where selected and visible, bool[layers, T, T]."""
+        """fp32[T, vocab] and, True where selected and visible, bool[layers, T, T], of the layers
+        with an indexer."""
         key = tuple(token_ids)
         if key not in self._answers:
             self._answers[key] = self._forward(token_ids)
@@ -104,7 +119,8 @@ class TransformersOracle:
 
         hooks = [
             layer.self_attn.indexer.register_forward_hook(keep)
-            for layer in self._model.model.layers
+            for layer in self.layers
+            if layer.self_attn.indexer is not None
         ]
         try:
             logits = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
@@ -114,6 +130,13 @@ class TransformersOracle:
         size = len(token_ids)
         masks = [torch.zeros(size, size, dtype=torch.bool).scatter_(1, s, True) for s in selected]
         return logits.float(), torch.stack(masks).tril()
+
+
+def _dequantising(checkpoint: Path) -> dict[str, Any]:
+    """What makes transformers dequantise a block-fp8 checkpoint to the dtype asked for."""
+    if "quantization_config" not in json.loads((checkpoint / "config.json").read_bytes()):
+        return {}
+    return {"quantization_config": transformers.FineGrainedFP8Config(dequantize=True)}
 
 
 def _same_set(selected: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
