@@ -53,7 +53,7 @@ def block_scales(amax: torch.Tensor, scale_kind: ScaleKind) -> torch.Tensor:
 
 def to_e4m3(values: torch.Tensor) -> torch.Tensor:
     """fp32 to the codes (u8) of the nearest e4m3, ties to even, larger magnitudes to +-448."""
-    # A cast alone makes NaN of what is too large.
+    # Releases of torch differ in what their cast makes of larger ones: NaN, or the largest.
     return values.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
