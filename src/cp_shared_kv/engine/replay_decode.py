@@ -19,7 +19,7 @@ from cp_shared_kv.transfer.messages import Acknowledged, Concluded, Quiesced, Re
 from cp_shared_kv.transfer.reservation import Reservation
 
 POISON = 0xFF
-"""Every byte of the pool before a replay: in every format it is NaN, so a page that never came shows."""
+"""Every byte of the pool before a replay: NaN in every format, so a page that never came shows."""
 
 
 class ReplayDecode:
