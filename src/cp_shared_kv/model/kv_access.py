@@ -43,6 +43,7 @@ class KVAccess(Protocol):
     ) -> None:
         """Hand over this rank's new rows of a layer: [t, r], [t, dr], [t, dI].
 
+        `index_k` is None for a layer that has no indexer; its `index_keys` are never asked for.
         Collective: every rank calls it for every layer, in order, with t = 0 too. After it the
         slots of the whole chunk can be read.
         """
