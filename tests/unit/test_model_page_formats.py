@@ -9,20 +9,13 @@ import pytest
 import torch
 
 from cp_shared_kv.engine.config import KVCacheDtype
-from cp_shared_kv.engine.model_spec import pool_spec
-from cp_shared_kv.layout.ownership import CpSharedKVLayout
-from cp_shared_kv.layout.pages import LogicalPages
-from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.model.transformer import Transformer
-from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
 from cp_shared_kv.reads.group import SoloGroup
-from cp_shared_kv.reads.prefix_reader import LocalReader
-from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.testing.model_on_ranks import ScheduleRun
+from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, in_chunks
 from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
-PAGE_SIZE, PAGES = 16, 4
-CHUNKS = [(0, 25), (25, 35)]  # the second one reads rounded values of the first
+PAGE_SIZE = 16
 TOKENS = 60  # no more than index_topk: rounding cannot change what is selected
 
 
@@ -38,24 +31,12 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @torch.inference_mode()
 def logits(checkpoint: Path, kv_cache_dtype: KVCacheDtype, dtype: torch.dtype) -> torch.Tensor:
     transformer = Transformer.load(checkpoint, dtype)
-    spec = pool_spec(transformer.config, PAGE_SIZE, kv_cache_dtype, dtype)
-    pool = KVPool(spec, PAGES, PrivateBuffer(spec.pool_bytes(PAGES)))
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, 256, TOKENS))
-    computed: list[torch.Tensor] = []
-    for prefix, new in CHUNKS:
-        kv = ForwardKV.build(
-            pool,
-            CpSharedKVLayout(PAGE_SIZE, 1, 0, physical_pages=PAGES),
-            SoloGroup(),
-            LocalReader(),
-            [BatchSpan(LogicalPages(np.array([2, 4, 1, 3])), prefix, new)],
-            "in-seq-split",
-            scratch=Scratch(0),
-            dtype=transformer.dtype,
-        )
-        hidden = transformer.forward(tokens[prefix : prefix + new], kv.positions, kv)
-        computed.append(transformer.logits(hidden))
-    return torch.cat(computed)
+    request = PlannedRequest(np.random.default_rng(0).integers(0, 256, TOKENS).tolist())
+    # The later chunks read rounded values of the first ones.
+    schedule = Schedule(PAGE_SIZE, [request], in_chunks(0, 0, [25], TOKENS))
+    run = ScheduleRun(transformer, SoloGroup(), schedule, "in-seq-split", kv_cache_dtype)
+    hidden = [run.forward(batch)[0] for batch in schedule.batches]
+    return transformer.logits(torch.cat(hidden))
 
 
 def relative_error(found: torch.Tensor, reference: torch.Tensor) -> float:

@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.model_spec import pool_spec
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.memory.formats.registry import index_format, latent_format
-from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
-from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.forward_kv import ForwardKV
 from cp_shared_kv.reads.full_view import FullViewReader
@@ -74,6 +74,7 @@ def compute_on_rank(
     schedule: dict[str, Any],
     split: SplitMode,
     directory: str,
+    kv_cache_dtype: KVCacheDtype = "fp32",
 ) -> None:
     """Run a schedule on one rank of a pool of processes; its rows go to a file of `directory`."""
     recorded = RecordedSelections()
@@ -83,6 +84,7 @@ def compute_on_rank(
         context.group,
         msgspec.convert(schedule, Schedule),
         split,
+        kv_cache_dtype,
     )
     computed.save(Path(directory) / f"rank{context.rank}.safetensors")
 
@@ -93,12 +95,13 @@ def compute(
     group: CPGroup,
     schedule: Schedule,
     split: SplitMode,
+    kv_cache_dtype: KVCacheDtype = "fp32",
 ) -> ComputedRows:
     """Run a schedule; returns this rank's rows. Collective: every rank, with the same schedule.
 
     `recorded` holds the ops that the transformer was made with.
     """
-    run = ScheduleRun(transformer, group, schedule, split)
+    run = ScheduleRun(transformer, group, schedule, split, kv_cache_dtype)
     parts: list[ComputedRows] = []
     for batch in schedule.batches:
         hidden, rows = run.forward(batch)
@@ -111,7 +114,12 @@ class ScheduleRun:
     """One rank's pool and reads, sized for a schedule's requests."""
 
     def __init__(
-        self, transformer: Transformer, group: CPGroup, schedule: Schedule, split: SplitMode
+        self,
+        transformer: Transformer,
+        group: CPGroup,
+        schedule: Schedule,
+        split: SplitMode,
+        kv_cache_dtype: KVCacheDtype = "fp32",
     ) -> None:
         self._transformer, self._group = transformer, group
         self._requests = schedule.requests
@@ -122,7 +130,7 @@ class ScheduleRun:
         self._layout = CpSharedKVLayout(
             schedule.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
         )
-        spec = _pool_spec(transformer.config, schedule.page_size)
+        spec = pool_spec(transformer.config, schedule.page_size, kv_cache_dtype, transformer.dtype)
         self._pool = KVPool(spec, physical_pages, PrivateBuffer(spec.pool_bytes(physical_pages)))
         self._scratch = Scratch(_SCRATCH_LIMIT_BYTES)
         self._reader = (
@@ -151,25 +159,6 @@ class ScheduleRun:
         for span, local in zip(batch, kv.requests, strict=True):
             owners[local.start : local.stop] = span.request
         return hidden, torch.stack([owners, kv.positions], dim=1)
-
-
-def _pool_spec(config: ModelConfig, page_size: int) -> KVPoolSpec:
-    return KVPoolSpec(
-        latent_format(
-            "fp32",
-            kv_lora_rank=config.kv_lora_rank,
-            qk_rope_head_dim=config.qk_rope_head_dim,
-            page_size=page_size,
-        ),
-        index_format(
-            "fp32",
-            index_head_dim=config.index_head_dim,
-            page_size=page_size,
-            rope_style=config.index_rope_style,
-        ),
-        config.num_hidden_layers,
-        config.index_layers,
-    )
 
 
 def _pages_of_requests(schedule: Schedule) -> list[LogicalPages]:
