@@ -18,7 +18,7 @@ run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end,
 	@$(BIN)/cpkv demo
 
 serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="..." adds flags
-	@$(BIN)/cpkv serve --model-path demo $(ARGS)
+	@$(BIN)/cpkv serve --model-path demo --enable-metrics $(ARGS)
 
 test: check ## everything that needs no GPU
 	$(BIN)/python -m pytest -m "not gpu and not soak" --ignore tests/unit --ignore tests/property $(ARGS)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -93,6 +93,12 @@ class EngineConfig:
     record_batches: Path | None = None
     """Directory for a recording of all batch messages and logits (costs speed; for proofs)."""
 
+    api_key: str | None = field(default=None, repr=False)
+    """Key that HTTP clients must send as `Authorization: Bearer KEY`; by default none."""
+
+    enable_metrics: bool = False
+    """Serve Prometheus metrics at /metrics."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to show."""
 
@@ -179,6 +185,12 @@ class EngineConfig:
                     value=value,
                     allowed=f"at least --page-size {self.page_size}",
                 )
+        if self.api_key is not None and not _is_header_word(self.api_key):
+            # The value is a secret: it is not repeated.
+            raise ConfigError(
+                "--api-key cannot be sent in a header",
+                allowed="one or more printable ASCII characters without spaces",
+            )
         if not self.host:
             raise ConfigError("--host is empty", allowed="an address such as 127.0.0.1 or 0.0.0.0")
 
@@ -221,6 +233,10 @@ class EngineConfig:
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
         return {k: str(v) if isinstance(v, Path) else v for k, v in plain.items()}
 
+    def as_shown(self) -> dict[str, Any]:
+        """As `as_plain`, but for everybody to see: without the API key."""
+        return self.as_plain() | {"api_key": None if self.api_key is None else "(set)"}
+
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> EngineConfig:
         """Inverse of `as_plain`; checks every rule again."""
@@ -229,3 +245,7 @@ class EngineConfig:
             if values.get(name) is not None:
                 values[name] = Path(values[name])
         return cls(**values)
+
+
+def _is_header_word(text: str) -> bool:
+    return bool(text) and all("!" <= character <= "~" for character in text)

@@ -16,6 +16,7 @@ from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.serve import serve
+from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
 
 NAME = "server-0"
@@ -39,13 +40,14 @@ def describe(spec: RunSpec) -> EngineDescription:
         decode_tokens=limits.decode_tokens,
         pool_bytes_per_rank=limits.pool_bytes_per_rank,
         scratch_limit_bytes=limits.scratch_limit_bytes,
-        config=spec.config,
+        config=config.as_shown(),
     )
 
 
 async def _serve(spec: RunSpec, listener: socket.socket) -> None:
     description = describe(spec)
-    directory = spec.engine_config().model_path
+    config = spec.engine_config()
+    directory = config.model_path
     tokenizer = Tokenizer.from_directory(directory)
     client = ClusterClient(spec.endpoints.server, description)
     app = create_app(
@@ -54,6 +56,7 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
         description,
         defaults=GenerationDefaults.from_directory(directory),
         chat_template=ChatTemplate.from_directory(directory),
+        settings=ServerSettings(api_key=config.api_key, enable_metrics=config.enable_metrics),
     )
     await client.start()
     try:

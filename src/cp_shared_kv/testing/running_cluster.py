@@ -32,6 +32,7 @@ def small_config(**changes: Any) -> EngineConfig:
         "max_total_tokens": PHYSICAL_TOKENS,
         "decode_max_total_tokens": 6144,
         "chunked_prefill_size": CHUNK,
+        "enable_metrics": True,
     }
     return EngineConfig(**(values | changes))
 

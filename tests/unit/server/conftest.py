@@ -25,6 +25,7 @@ from cp_shared_kv.engine.api import (
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.serve import open_listener, serve
+from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
 
 BOS, EOS = 256, 257
@@ -251,9 +252,19 @@ def tokenizer(model_directory: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
+def description() -> EngineDescription:
+    return DESCRIPTION
+
+
+@pytest.fixture(scope="session")
 def shared_server(tokenizer: Tokenizer) -> Iterator[tuple[LiveServer, FakeEngine]]:
     engine = FakeEngine()
-    server = start_server(engine, tokenizer, chat_template=ChatTemplate(CHAT_TEMPLATE))
+    server = start_server(
+        engine,
+        tokenizer,
+        chat_template=ChatTemplate(CHAT_TEMPLATE),
+        settings=ServerSettings(enable_metrics=True),
+    )
     yield server, engine
     server.stop()
 

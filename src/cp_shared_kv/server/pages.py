@@ -1,0 +1,159 @@
+"""The endpoints that show the engine, and the one that empties its cache."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from contextlib import aclosing
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from cp_shared_kv.engine.api import (
+    EngineDescription,
+    EngineRefusal,
+    EngineStats,
+    GenerateRequest,
+    Sampling,
+)
+from cp_shared_kv.server.access_log import record_of
+from cp_shared_kv.server.api_error import ApiError
+from cp_shared_kv.server.engine_client import EngineClient
+from cp_shared_kv.server.generation import RequestMeter, generate
+from cp_shared_kv.server.loads import loads
+from cp_shared_kv.server.metrics import CONTENT_TYPE, ServerMetrics, render
+from cp_shared_kv.server.openai_schema import Model, ModelList
+from cp_shared_kv.server.server_info import server_info
+
+STATS_TIMEOUT_SECONDS = 5.0
+"""An engine that takes longer to give its figures counts as not answering."""
+HEALTH_GENERATE_SECONDS = 20.0
+"""As in SGLang: a token that takes longer counts as none."""
+
+
+class Health(msgspec.Struct, omit_defaults=True):
+    """GET /health and /health_generate; the reason is there when the status is `unavailable`."""
+
+    status: str
+    reason: str = ""
+
+
+class Flushed(msgspec.Struct):
+    """POST /flush_cache: what was dropped, in logical pages and tokens."""
+
+    dropped_pages: int
+    dropped_tokens: int
+
+
+class Pages:
+    """One method an endpoint."""
+
+    def __init__(
+        self,
+        client: EngineClient,
+        description: EngineDescription,
+        metrics: ServerMetrics,
+        *,
+        enable_metrics: bool,
+    ) -> None:
+        self._client, self._description, self._metrics = client, description, metrics
+        self._enable_metrics = enable_metrics
+        self._model = Model(
+            id=description.model_name,
+            created=int(time.time()),
+            max_model_len=description.context_length,
+        )
+
+    async def models(self, _request: Request) -> Response:
+        """GET /v1/models."""
+        return _json(ModelList([self._model]))
+
+    async def model(self, request: Request) -> Response:
+        """GET /v1/models/{model}."""
+        if request.path_params["model"] != self._model.id:
+            raise ApiError(
+                404,
+                f"no such model; this server has {self._model.id!r}",
+                param="model",
+                code="model_not_found",
+            )
+        return _json(self._model)
+
+    async def health(self, _request: Request) -> Response:
+        """GET /health: whether the engine's processes answer."""
+        healthy, reason = self._client.healthy()
+        return _json(Health("ok")) if healthy else _unavailable(reason)
+
+    async def health_generate(self, request: Request) -> Response:
+        """GET /health_generate: whether one token comes out of the engine."""
+        probe = GenerateRequest(
+            request_id=f"health-{uuid.uuid4().hex}",
+            prompt_token_ids=[0],
+            max_tokens=1,
+            sampling=Sampling(ignore_eos=True),
+        )
+        # Probes are no requests of clients: their times stay out of the metrics.
+        meter = RequestMeter(record_of(request), ServerMetrics())
+        try:
+            async with (
+                asyncio.timeout(HEALTH_GENERATE_SECONDS),
+                aclosing(generate(self._client, probe, meter)) as chunks,
+            ):
+                async for _chunk in chunks:
+                    pass
+        except EngineRefusal as refusal:
+            return _unavailable(refusal.reason)
+        except TimeoutError:
+            return _unavailable(f"no token within {HEALTH_GENERATE_SECONDS:g} s")
+        return _json(Health("ok"))
+
+    async def loads(self, _request: Request) -> Response:
+        """GET /v1/loads."""
+        stats = await self._stats()
+        if stats is None:
+            raise _no_answer()
+        return _json(loads(self._description, stats))
+
+    async def flush_cache(self, _request: Request) -> Response:
+        """POST /flush_cache: drop the cached prefixes that no request uses."""
+        try:
+            pages = await self._client.flush_cache()
+        except EngineRefusal as refusal:
+            raise ApiError.from_refusal(refusal) from refusal
+        return _json(Flushed(pages, pages * self._description.page_size))
+
+    async def server_info(self, _request: Request) -> Response:
+        """GET /server_info."""
+        return _json(server_info(self._description, await self._stats()))
+
+    async def metrics(self, _request: Request) -> Response:
+        """GET /metrics, where they were asked for at the start."""
+        if not self._enable_metrics:
+            raise ApiError(
+                404, "metrics are off; start the server with --enable-metrics", code="metrics_off"
+            )
+        stats = await self._stats()
+        up = stats is not None and self._client.healthy()[0]
+        page = render(self._description, stats, self._metrics, up=up)
+        return Response(page, headers={"content-type": CONTENT_TYPE})
+
+    async def _stats(self) -> EngineStats | None:
+        try:
+            return await asyncio.wait_for(self._client.stats(), STATS_TIMEOUT_SECONDS)
+        except (EngineRefusal, TimeoutError):
+            return None
+
+
+def _no_answer() -> ApiError:
+    refusal = EngineRefusal("the engine does not answer", kind="unavailable")
+    return ApiError.from_refusal(refusal)
+
+
+def _unavailable(reason: str) -> Response:
+    return _json(Health("unavailable", reason), 503)
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
