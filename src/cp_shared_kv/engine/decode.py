@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -23,6 +24,7 @@ from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_
 from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.actions import (
     Covered,
     DecodeAction,
@@ -32,6 +34,7 @@ from cp_shared_kv.transfer.actions import (
 )
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.decode_session import DecodeSession, DecodeState, acknowledgement
+from cp_shared_kv.transfer.descriptors import stripe_destinations
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Acknowledged,
@@ -45,8 +48,6 @@ from cp_shared_kv.transfer.messages import (
     Withdrawn,
 )
 from cp_shared_kv.transfer.reservation import Reservation
-
-NO_KEYS = np.zeros(0, dtype=np.int64)
 
 logger = logging.getLogger("cp_shared_kv")
 SendTo = Callable[[msgspec.Struct], None]
@@ -213,7 +214,7 @@ class DecodeEngine:
         return DecodeStats(
             ticket=ticket,
             available_tokens=self._pool.available_pages * page,
-            used_tokens=(self._pool.total_pages - self._pool.available_pages) * page,
+            used_tokens=self._pool.locked_pages * page,
             waiting=len(self._waiting),
             running=len(self._running),
             generated_tokens_total=self.generated_total,
@@ -238,8 +239,14 @@ class DecodeEngine:
             name = self._waiting[0]
             room = self._rooms[name]
             tokens = room.prompt_tokens + room.offer.max_tokens
+            prompt_pages = -(-room.prompt_tokens // self._pool.page_size)
             try:
-                admission = self._pool.admit(name, NO_KEYS, -(-tokens // self._pool.page_size))
+                admission = self._pool.admit(
+                    name,
+                    page_keys(room.offer.tokens(), self._pool.page_size),
+                    -(-tokens // self._pool.page_size),
+                    arrange=partial(self._striped, prompt_pages),
+                )
             except CapacityError as error:
                 self._waiting.pop(0)
                 del self._rooms[name]
@@ -249,25 +256,40 @@ class DecodeEngine:
                 return
             self._waiting.pop(0)
             room.logical_pages = admission.logical_pages
-            prompt_pages = -(-room.prompt_tokens // self._pool.page_size)
-            # Decode does not share its pool: its logical pages are its physical ones.
-            physical_pages = PhysicalPages(admission.logical_pages[:prompt_pages])
+            # What decode holds already is not asked for. It does not share its pool, so its
+            # logical pages are its physical ones.
+            held = admission.cached_pages
+            physical_pages = PhysicalPages(admission.logical_pages[held:prompt_pages])
             room.session = DecodeSession(
                 room=name,
                 epoch=self._epoch,
                 peer_epoch=self.prefill_epoch,
                 cp_size=self._cp_size,
-                reservation=Reservation(first_position=0, physical_pages=physical_pages),
+                reservation=Reservation(first_position=held, physical_pages=physical_pages),
             )
             reserve = Reserve(
                 epoch=self._epoch,
                 peer_epoch=self.prefill_epoch,
                 room=name,
-                first_position=0,
+                first_position=held,
                 physical_pages=pack_int64(physical_pages),
             )
             self._record(reserve)
             self._to_controller(reserve)
+
+    def _striped(self, prompt_pages: int, drawn: LogicalPages, first_position: int) -> LogicalPages:
+        """Lay out what prefill will send so that each owner's pages lie together."""
+        sent = max(0, prompt_pages - first_position)
+        striped = stripe_destinations(PhysicalPages(drawn[:sent]), first_position, self._cp_size)
+        return LogicalPages(np.concatenate([striped, drawn[sent:]]))
+
+    def _publish(self, room: DecodeRoom) -> None:
+        """Keep the pages that are written, prompt and output, for the prompts that go on from here.
+
+        The last token's own KV was never computed: no step followed it.
+        """
+        tokens = np.append(room.offer.tokens(), np.asarray(room.generated[:-1], dtype=np.int64))
+        self._pool.publish(room.offer.room, page_keys(tokens, self._pool.page_size))
 
     def _decline(self, name: int, reason: str) -> None:
         self._to_controller(
@@ -333,6 +355,7 @@ class DecodeEngine:
 
     def _finish(self, last: Tokens) -> None:
         self._running.remove(last.room)
+        self._publish(self._rooms[last.room])
         self.finished_total += 1
         self._to_server(last)
         self._release(last.room)

@@ -78,7 +78,7 @@ class DecodeWorker:
         self.door.bind(spec.endpoints.decode)
         self.server.connect(spec.endpoints.server)
         self.engine = DecodeEngine(
-            LogicalPool(capacity, prefix_caching=False),
+            LogicalPool(capacity, prefix_caching=not config.disable_radix_cache),
             self._runner(None if record is None else record / "decode"),
             epoch=self._epoch,
             cp_size=limits.cp_size,

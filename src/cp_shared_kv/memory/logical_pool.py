@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import KeysView
+from collections.abc import Callable, KeysView
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +17,8 @@ from cp_shared_kv.memory.prefix_cache import KeyRows, PrefixCache, RadixNode, ke
 from cp_shared_kv.memory.request_table import RequestTable
 
 PageKeys = npt.NDArray[np.generic]
+Arrange = Callable[[LogicalPages, int], LogicalPages]
+"""Drawn pages and the position of the first in the request -> the same pages, reordered."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,21 @@ class LogicalPool:
         """How many leading pages of these keys are cached now. Nothing changes."""
         return self._cache.match(self._keys(page_keys)).page_count
 
-    def admit(self, room: int, page_keys: PageKeys, page_count: int) -> Admission | None:
+    def admit(
+        self,
+        room: int,
+        page_keys: PageKeys,
+        page_count: int,
+        *,
+        arrange: Arrange | None = None,
+    ) -> Admission | None:
         """Open a room of `page_count` pages on the longest cached prefix of `page_keys`.
 
         The prefix is locked, the least recently used unlocked prefixes are evicted as far as
         needed (where any are, by a stripe of each owner more), and the rest is drawn so that
         the whole list lies level over the owners. A caller that must compute at least one token
-        passes fewer keys than the prompt has pages.
+        passes fewer keys than the prompt has pages. `arrange` may put the drawn pages in another
+        order, given the position of the first of them.
         Returns None when the room does not fit beside the rooms that are open now; CapacityError
         when it never can.
         """
@@ -111,7 +121,10 @@ class LogicalPool:
             return None
         end = self._cache.lock(match)
         prefix = self._cache.path_pages(end)
-        pages = LogicalPages(np.concatenate([prefix, self._draw(missing, prefix)]))
+        drawn = self._draw(missing, prefix)
+        if arrange is not None:
+            drawn = _checked_order(drawn, arrange(drawn, len(prefix)))
+        pages = LogicalPages(np.concatenate([prefix, drawn]))
         self._rooms[room] = _Room(end, keys[: len(prefix)].copy())
         self._requests.open(room, pages, len(prefix) * self.page_size)
         return Admission(self._requests.pages(room), len(prefix))
@@ -257,6 +270,13 @@ class LogicalPool:
         if missing > 0:
             self.evict(missing + self._spare_pages)
         return self._allocator.draw(page_count, request_pages)
+
+
+def _checked_order(drawn: LogicalPages, arranged: LogicalPages) -> LogicalPages:
+    """`arranged`, which must hold just the drawn pages: no other page is the room's to use."""
+    if not np.array_equal(np.sort(drawn), np.sort(arranged)):
+        raise InvariantError("arranged pages are not the drawn ones", value=len(arranged))
+    return arranged
 
 
 def _private_pages(held: LogicalPages, state: _Room) -> LogicalPages:
