@@ -23,8 +23,12 @@ from cp_shared_kv.testing.byte_tokenizer import END_TOKEN, VOCABULARY, byte_toke
 
 _CHECKSUMS = "checksums.json"
 # Raise it with any change of what is written, so that no older cached directory is taken.
-_DEMO_VERSION = 1
+_DEMO_VERSION = 2
 _DEMO_SEED = 0
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]\n{{ message.content }}{{ eos_token }}\n"
+    "{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
 
 
 @dataclass(frozen=True)
@@ -148,6 +152,7 @@ def make_tiny_checkpoint(directory: Path, shape: ModelShape, seed: int) -> None:
             {
                 "tokenizer_class": "PreTrainedTokenizerFast",
                 "eos_token": END_TOKEN,
+                "chat_template": _CHAT_TEMPLATE,
                 "model_max_length": shape.max_position_embeddings,
                 "clean_up_tokenization_spaces": False,
             },
