@@ -8,7 +8,7 @@ from cyclopts import App, Parameter
 from rich.console import Console
 
 from cp_shared_kv._version import __version__
-from cp_shared_kv.cli.demo import demo
+from cp_shared_kv.cli.help_layout import HELP_FORMATTER
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.errors import CpkvError
 
@@ -20,9 +20,15 @@ app = App(
     "capacity, the same answers.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    help_formatter=HELP_FORMATTER,
     result_action="return_value",
 )
-app.command(demo)
+# By name, so that help and a refused flag need not wait for torch, which the demo imports.
+app.command(
+    "cp_shared_kv.cli.demo:demo",
+    name="demo",
+    help="Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.",
+)
 app.command(serve)
 
 

@@ -34,20 +34,25 @@ def with_model(config: EngineConfig) -> EngineConfig:
 def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     """Serve a model: a prefill group, a decode worker and an OpenAI-compatible HTTP server.
 
-    `--model-path demo` serves a tiny built-in model, made on first use. For example:
+    `--model-path demo` serves a tiny built-in model, made on first use. Four ranks that share
+    one pool:
 
-    cpkv serve --model-path demo --attention-context-parallel-size 4
-    --enable-nsa-prefill-context-parallel --enable-nsa-prefill-cp-shared-kv
-    --max-total-tokens 4096
+    ```
+    cpkv serve --model-path demo \\
+        --attention-context-parallel-size 4 \\
+        --enable-nsa-prefill-context-parallel \\
+        --enable-nsa-prefill-cp-shared-kv \\
+        --max-total-tokens 4096
+    ```
     """
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.cluster import Cluster
 
     config = with_model(config)
     listener = open_listener(config.host, config.port)
-    stopped = threading.Event()
+    stopped, hurry = threading.Event(), threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopped.set())
+        signal.signal(number, lambda *_: (hurry if stopped.is_set() else stopped).set())
     console = Console(stderr=True)
     with Cluster(config, listener=listener) as cluster:
         host, port = listener.getsockname()[:2]
@@ -61,4 +66,5 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
             lost = cluster.lost_child()
             if lost is not None:
                 raise StartupError(f"{lost}; the cluster stops")
+        cluster.drain(hurry)
     return 0

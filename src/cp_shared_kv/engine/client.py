@@ -151,7 +151,7 @@ class ClusterClient:
             message = await room.inbox.get()
             match message:
                 case RoomRefused():
-                    refused = message.kind in ("too_long", "invalid")
+                    refused = message.kind in ("too_long", "invalid", "overloaded")
                     self._outcomes["refused" if refused else "failed"] += 1
                     raise EngineRefusal(message.reason, kind=message.kind)
                 case Admitted():

@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -38,6 +39,8 @@ START_SECONDS = 180.0
 """How long the slowest child may take to load its weights and report."""
 STOP_SECONDS = 5.0
 """How long children may take to leave after SIGTERM before they are killed."""
+DRAIN_POLL_SECONDS = 0.05
+SERVER = "server-0"
 SERVER_MODULE = "cp_shared_kv.server.process"
 CHILD_MODULE = "cp_shared_kv.engine.child_main"
 
@@ -124,7 +127,7 @@ class Cluster:
             if self._listener is not None:
                 descriptor = self._listener.fileno()
                 self._spawn(
-                    "server-0",
+                    SERVER,
                     [SERVER_MODULE, str(run_file), str(descriptor)],
                     pass_fds=(descriptor,),
                 )
@@ -196,6 +199,18 @@ class Cluster:
     def stop_child(self, name: str) -> None:
         """Stop one child and no longer expect it (the replay tool takes the controller's place)."""
         _stop([self._children.pop(name)])
+
+    def drain(self, hurry: threading.Event) -> None:
+        """Let the server end its answers under way: up to --shutdown-timeout, or until `hurry` is
+        set or a child is lost. To call before `stop`, which waits for nobody's answer."""
+        server = self._children.get(SERVER)
+        if server is None:
+            return
+        server.send_signal(signal.SIGTERM)
+        deadline = time.monotonic() + self.config.shutdown_timeout + STOP_SECONDS
+        while self.lost_child() is None and time.monotonic() < deadline:
+            if hurry.wait(DRAIN_POLL_SECONDS):
+                return
 
     def stop(self) -> None:
         """Stop every child and remove the run's files. Safe to call twice."""

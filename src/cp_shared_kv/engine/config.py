@@ -34,7 +34,8 @@ class EngineConfig:
     """
 
     model_path: Path
-    """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json)."""
+    """Directory of a Hugging Face checkpoint (config.json, safetensors, tokenizer.json), or `demo`
+    for a tiny built-in model."""
 
     served_model_name: str | None = None
     """Name that clients ask for; the directory's name by default."""
@@ -61,7 +62,8 @@ class EngineConfig:
     """New tokens that one prefill batch may compute."""
 
     max_total_tokens: int | None = None
-    """Physical KV tokens of each rank; by default sized from the free memory."""
+    """Physical KV tokens of each rank; by default half of the free memory is shared out, up to
+    four contexts a rank."""
 
     decode_max_total_tokens: int | None = None
     """KV tokens of the decode worker; by default the logical tokens of the prefill group."""
@@ -69,23 +71,30 @@ class EngineConfig:
     max_running_requests: int = 64
     """Requests that may decode at once."""
 
+    max_queued_requests: int | None = None
+    """Requests that may wait for prefill before more are answered 503; by default any number."""
+
     attention_context_parallel_size: int = 1
     """Ranks of the prefill context-parallel group (N)."""
 
     enable_nsa_prefill_context_parallel: bool = False
-    """Split the prefill of sparse-attention models over the group."""
+    """Split the prefill of sparse-attention (NSA, DSA) models over the group; needs N of 2 or
+    more."""
 
     nsa_prefill_cp_mode: SplitMode = "in-seq-split"
-    """How a chunk's tokens are dealt to the ranks."""
+    """How a chunk's tokens are dealt to the ranks: in consecutive pieces from both ends (even work
+    under causal attention), or one by one."""
 
     enable_nsa_prefill_cp_shared_kv: bool = False
-    """Give each KV page one owner among the ranks: N times the capacity, the same answers."""
+    """Give each KV page one owner among the ranks: N times the capacity, the same answers. Needs
+    --enable-nsa-prefill-context-parallel."""
 
     kv_read: KVRead = "auto"
-    """How a rank reads pages it does not own: one-sided pull, or a collective byte gather."""
+    """How a rank reads pages it does not own: one-sided pull out of its peers' memory, or a
+    collective gather of bytes; auto is pull."""
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
-    """What carries KV pages from prefill to decode."""
+    """What carries KV pages from prefill to decode; mooncake is refused until it is built."""
 
     disable_radix_cache: bool = False
     """Never reuse the KV of earlier prompts."""
@@ -98,6 +107,9 @@ class EngineConfig:
 
     enable_metrics: bool = False
     """Serve Prometheus metrics at /metrics."""
+
+    shutdown_timeout: int = 20
+    """Seconds that answers under way may go on after SIGTERM or Ctrl-C."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to show."""
@@ -162,6 +174,8 @@ class EngineConfig:
             "max_total_tokens": (1, 2**40),
             "decode_max_total_tokens": (1, 2**40),
             "max_running_requests": (1, 4096),
+            "max_queued_requests": (1, 2**20),
+            "shutdown_timeout": (0, 86400),
             "attention_context_parallel_size": (1, MAX_CP_SIZE),
         }
         for name, (least, most) in least_most.items():

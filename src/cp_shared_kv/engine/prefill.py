@@ -86,6 +86,7 @@ class PrefillController:
         self._sent_descriptors = [0] * limits.cp_size
         self._sent_bytes = [0] * limits.cp_size
         self._scratch_bytes = [0] * limits.cp_size
+        self._max_queued = config.max_queued_requests
         self._failed_rooms = 0
         self._log = None
         if config.record_batches is not None:
@@ -108,6 +109,16 @@ class PrefillController:
     def _submit(self, message: Submit) -> None:
         if self.scheduler.get(message.room) is not None:
             raise ProtocolError("room is already open", value=message.room)
+        if self._max_queued is not None and self.scheduler.queued >= self._max_queued:
+            self._to_server(
+                RoomRefused(
+                    room=message.room,
+                    kind="overloaded",
+                    reason=f"{self.scheduler.queued} requests are waiting, which is as many as "
+                    "may (--max-queued-requests); try again later",
+                )
+            )
+            return
         try:
             check_int64("token_ids", message.token_ids, at_least=0, at_most=self._vocab_size - 1)
             message.sampling.check_vocabulary(self._vocab_size)
@@ -287,7 +298,7 @@ class PrefillController:
             len(admitted),
             sum(r.new_tokens for r in batch.requests),
             sum(r.cached_tokens for r in admitted),
-            1 - self._pool.available_pages / self._pool.total_pages,
+            self._pool.locked_pages / self._pool.total_pages,
             self.scheduler.running,
             self.scheduler.queued,
         )

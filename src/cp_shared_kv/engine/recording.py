@@ -77,10 +77,11 @@ class Difference:
     second_bits: int
 
     def __str__(self) -> str:
+        first, second = np.array([self.first_bits, self.second_bits], "<u4").view("<f4").tolist()
         return (
-            f"{self.source}: batch {self.batch}, room {self.room}, token position "
-            f"{self.position}, logit {self.token_id}: "
-            f"0x{self.first_bits:08x} against 0x{self.second_bits:08x}"
+            f"{self.source}: batch {self.batch}, token position {self.position}, "
+            f"logit {self.token_id}: {first!r} (0x{self.first_bits:08x}) against "
+            f"{second!r} (0x{self.second_bits:08x})"
         )
 
 

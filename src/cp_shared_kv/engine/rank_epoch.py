@@ -1,0 +1,157 @@
+"""All that a rank has from one `Configure` to the next: pools, runner, transfers, open rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.messages import BatchDone, Configure, RoomToken
+from cp_shared_kv.engine.model_runner import ModelRunner
+from cp_shared_kv.engine.model_spec import ModelDescription
+from cp_shared_kv.engine.rank_pools import RankPools
+from cp_shared_kv.engine.recording import LogitsLog
+from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.sampling.state import SamplingState
+from cp_shared_kv.engine.transfer_sender import TransferSender
+from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.layout.pages import LogicalPages, Positions
+from cp_shared_kv.model.transformer import Transformer
+from cp_shared_kv.reads.full_view import FullViewReader
+from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
+from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
+from cp_shared_kv.transfer.transport import KVTransport
+
+Send = Callable[[msgspec.Struct], None]
+
+
+class RankEpoch:
+    """One rank in one epoch. Making it and `run` are collective: all ranks, the same messages."""
+
+    def __init__(
+        self,
+        configure: Configure,
+        spec: RunSpec,
+        model: ModelDescription,
+        transformer: Transformer,
+        group: CPGroup,
+        transport: KVTransport,
+        *,
+        to_decode: Send,
+        to_controller: Send,
+    ) -> None:
+        rank = group.cp_rank
+        self._configure, self._spec, self._group = configure, spec, group
+        self._to_controller = to_controller
+        self._scratch = Scratch(configure.scratch_limit_bytes)
+        if configure.shared:
+            names = [spec.region_name(f"rank{r}", configure.epoch) for r in range(group.cp_size)]
+            self._pools = RankPools.make_shared(
+                model.pool_spec, configure.physical_pages, group, names
+            )
+        else:
+            self._pools = RankPools.make_replicated(model.pool_spec, configure.physical_pages)
+        record = configure.record
+        self._runner = ModelRunner(
+            transformer,
+            self._pools.pool,
+            self._pools.layout,
+            group,
+            self._reader(),
+            spec.engine_config().nsa_prefill_cp_mode,
+            self._scratch,
+            None if record is None else LogitsLog(Path(record) / f"rank{rank}"),
+        )
+        self.sender = TransferSender(
+            self._pools.layout,
+            self._pools.pool,
+            transport,
+            rank=rank,
+            epoch=configure.epoch,
+            sends_nothing=not configure.shared and rank > 0,
+            to_decode=to_decode,
+            to_controller=to_controller,
+        )
+        self._sampling: dict[int, SamplingState] = {}
+        """Of the open rooms whose first token has not been chosen."""
+        self._flip_before = configure.flip_byte_before_batch
+
+    @property
+    def pool_bytes(self) -> int:
+        """Size of this rank's pool."""
+        return self._pools.pool.buffer.nbytes
+
+    def open(self, message: OpenRoom) -> None:
+        """Take a room, and how its first token is to be chosen should its last row be here."""
+        self.sender.open(message)
+        self._sampling[message.room] = SamplingState(
+            message.sampling,
+            vocab_size=self._spec.vocab_size,
+            eos_token_ids=self._spec.eos_token_ids,
+            prompt_token_ids=message.prompt_tokens(),
+        )
+
+    def abort(self, message: AbortRoom) -> None:
+        """Stop a room."""
+        self.sender.abort(message)
+        self._sampling.pop(message.room, None)
+
+    def run(self, batch: Batch) -> None:
+        """One forward pass, then the transfer of what it completed. Collective."""
+        if batch.epoch != self._configure.epoch:
+            raise ProtocolError("batch of another epoch", value=batch.epoch)
+        sharers = self._group.cp_size if self._configure.shared else 1
+        batch.validate(
+            page_size=self._spec.limits.page_size,
+            logical_pages=self._configure.physical_pages * sharers,
+            vocab_size=self._spec.vocab_size,
+        )
+        if self._flip_before == batch.batch_id:
+            self._flip_a_bit(batch)
+        tokens = self._runner.execute(batch, self._sampling)
+        self._to_controller(
+            BatchDone(
+                rank=self._group.cp_rank,
+                batch_id=batch.batch_id,
+                tokens=[
+                    RoomToken(room=room, token_id=token.token_id, logprobs=token.logprobs)
+                    for room, token in tokens.items()
+                ],
+                scratch_bytes=self._scratch.bytes_in_use,
+            )
+        )
+        for part in batch.requests:
+            self.sender.send_chunk(part)
+            if part.last:
+                self._sampling.pop(part.room, None)
+
+    def close(self) -> None:
+        """Forget all rooms and give the pools up."""
+        self.sender.close()
+        self._pools.close()
+
+    def _reader(self) -> PrefixReader:
+        if self._configure.kv_read == "pull":
+            return PullReader(self._group, self._pools.peers)
+        if self._configure.kv_read == "collective":
+            return FullViewReader(self._group, self._pools.pool, self._scratch)
+        return LocalReader()
+
+    def _flip_a_bit(self, batch: Batch) -> None:
+        """Damage the first page here of the batch's prefixes, in its slightest: a test's wish."""
+        for part in batch.requests:
+            prefix = part.pages()[: part.prefix_tokens // self._spec.limits.page_size]
+            owned, _ = self._pools.layout.filter_owned_pages(
+                LogicalPages(prefix), Positions(np.arange(len(prefix)))
+            )
+            if len(owned):
+                # In an fp32 page: a change of the first value by one part in 32,768.
+                self._pools.pool.pages("latent", 0)[int(owned[0]), 1] ^= 0x01
+                self._flip_before = None
+                return
