@@ -6,7 +6,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Annotated
@@ -30,6 +30,7 @@ PHYSICAL_TOKENS_PER_RANK = 4096
 """Less than half of the prompt's 11,358 tokens."""
 CP_SIZE = 4
 CHUNK_TOKENS = 2048
+LOG_SECONDS = 5.0
 OUTPUT_TOKENS = 16
 NO_KEYS = np.zeros(0, dtype=np.int64)
 QUESTION = "\n\nIn one sentence, what may a licensee do?\n"
@@ -69,6 +70,32 @@ def _run(scratch: Path, kv_read: KVRead, split: SplitMode, *, flip_byte: bool) -
     prompt = licence_text()
     log_file = scratch / "cluster.log"
     shared, replicated = scratch / "shared", scratch / "replicated"
+    with ExitStack() as stack:
+        try:
+            cluster, url = _start(stack, kv_read, split, shared, log_file)
+            _show_start(cluster, log_file, len(prompt.encode()))
+            first = _prefill_with_progress(url, prompt, log_file, len(prompt.encode()))
+            _show_pages(cluster, shared, first)
+            _show_answer("first request", first)
+            _show_transfer(log_file, 0)
+            second = _prefill_with_progress(url, prompt + QUESTION, log_file, len(QUESTION))
+            _show_answer("second request, same prefix", second)
+            out.print(
+                f"  reused {second.cached_tokens} of {second.prompt_tokens} prompt tokens, "
+                f"computed {second.prompt_tokens - second.cached_tokens}"
+            )
+            _show_transfer(log_file, 1)
+            comparison = _replay(cluster, shared, replicated, flip_byte=flip_byte)
+        except CpkvError:
+            out.print(_tail(log_file), markup=False)
+            raise
+    return _verdict(comparison)
+
+
+def _start(
+    stack: ExitStack, kv_read: KVRead, split: SplitMode, record: Path, log_file: Path
+) -> tuple[Cluster, str]:
+    """Start the demo's cluster, to be stopped with `stack`; returns it and the server's URL."""
     with _progress() as (progress, task):
         progress.update(task, description="demo model")
         config = EngineConfig(
@@ -82,39 +109,21 @@ def _run(scratch: Path, kv_read: KVRead, split: SplitMode, *, flip_byte: bool) -
             kv_read=kv_read,
             max_total_tokens=PHYSICAL_TOKENS_PER_RANK,
             chunked_prefill_size=CHUNK_TOKENS,
-            record_batches=shared,
+            record_batches=record,
         )
-        listener = open_listener(config.host, config.port)
-        url = "http://{}:{}".format(*listener.getsockname()[:2])
-        cluster = Cluster(
-            config,
-            listener=listener,
-            log_file=log_file,
-            on_progress=lambda what, done, total: progress.update(
-                task, description=what, completed=done, total=total
-            ),
+        listener = stack.enter_context(open_listener(config.host, config.port))
+        host, port = listener.getsockname()[:2]
+        cluster = stack.enter_context(
+            Cluster(
+                config,
+                listener=listener,
+                log_file=log_file,
+                on_progress=lambda what, done, total: progress.update(
+                    task, description=what, completed=done, total=total
+                ),
+            )
         )
-        cluster.__enter__()
-    try:
-        listener.close()
-        _show_start(cluster, log_file, len(prompt.encode()))
-        first = _prefill_with_progress(url, prompt, log_file, len(prompt.encode()))
-        _show_pages(cluster, shared, first)
-        _show_answer("first request", first)
-        second = _prefill_with_progress(url, prompt + QUESTION, log_file, len(QUESTION))
-        _show_answer("second request, same prefix", second)
-        out.print(
-            f"  reused {second.cached_tokens} of {second.prompt_tokens} prompt tokens, "
-            f"computed {second.prompt_tokens - second.cached_tokens}"
-        )
-        _show_transfers(log_file)
-        comparison = _replay(cluster, shared, replicated, flip_byte=flip_byte)
-    except CpkvError:
-        out.print(_tail(log_file), markup=False)
-        raise
-    finally:
-        cluster.stop()
-    return _verdict(comparison)
+    return cluster, f"http://{host}:{port}"
 
 
 def licence_text() -> str:
@@ -186,9 +195,19 @@ def _show_answer(what: str, completion: Completion) -> None:
     out.print(f"  first tokens (random weights, so no prose): {completion.text!r}", markup=False)
 
 
-def _show_transfers(log_file: Path) -> None:
-    out.print("\nprefill to decode, both requests:")
-    for line in _log_lines(log_file, "CP shared KV transfer"):
+def _show_transfer(log_file: Path, request: int) -> None:
+    """The ranks' lines about one request; they come just behind its answer."""
+    wanted = slice(request * CP_SIZE, (request + 1) * CP_SIZE)
+    deadline = time.monotonic() + LOG_SECONDS
+    while len(lines := _log_lines(log_file, "CP shared KV transfer")[wanted]) < CP_SIZE:
+        if time.monotonic() > deadline:
+            raise CpkvError("the ranks did not report their transfers", value=lines)
+        time.sleep(0.02)
+    out.print(
+        "  pages to decode (a descriptor is one copy of neighbouring pages, in each layer and "
+        "kind of page):"
+    )
+    for line in lines:
         out.print(f"  {line}", markup=False)
 
 
@@ -223,13 +242,15 @@ def _verdict(comparison: Comparison) -> bool:
 
 @contextmanager
 def _progress() -> Generator[tuple[Progress, TaskID]]:
+    console = Console(stderr=True)
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         TextColumn("{task.completed:.0f}/{task.total:.0f}"),
         TimeElapsedColumn(),
-        console=Console(stderr=True),
+        console=console,
         transient=True,
+        disable=not console.is_terminal,
     )
     with bar:
         yield bar, bar.add_task("", total=1)

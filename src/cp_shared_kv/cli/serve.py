@@ -51,8 +51,12 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     config = with_model(config)
     listener = open_listener(config.host, config.port)
     stopped, hurry = threading.Event(), threading.Event()
+
+    def told(_number: int, _frame: object) -> None:
+        (hurry if stopped.is_set() else stopped).set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: (hurry if stopped.is_set() else stopped).set())
+        signal.signal(number, told)
     console = Console(stderr=True)
     with Cluster(config, listener=listener) as cluster:
         host, port = listener.getsockname()[:2]
@@ -66,5 +70,6 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
             lost = cluster.lost_child()
             if lost is not None:
                 raise StartupError(f"{lost}; the cluster stops")
+        console.print("cpkv: stopping; answers under way may end (Ctrl-C again: at once)")
         cluster.drain(hurry)
     return 0
