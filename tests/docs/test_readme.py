@@ -123,17 +123,19 @@ def without_proxies() -> dict[str, str]:
 
 @pytest.mark.e2e
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
-def test_the_curl_example_is_answered(url: str) -> None:
-    (command,) = (code for code in blocks(README, "sh") if code.startswith("curl"))
-    assert SERVED_AT in command
-    done = subprocess.run(
-        ["sh", "-c", command.replace(SERVED_AT, url)],
-        env=without_proxies(),
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert '"object":"text_completion"' in done.stdout
+def test_the_curl_examples_are_answered(url: str) -> None:
+    commands = [code for code in blocks(README, "sh") if code.startswith("curl")]
+    objects = ["text_completion", "chat.completion"]
+    for command, answer in zip(commands, objects, strict=True):
+        assert SERVED_AT in command
+        done = subprocess.run(
+            ["sh", "-c", command.replace(SERVED_AT, url)],
+            env=without_proxies(),
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        assert f'"object":"{answer}"' in done.stdout
 
 
 @pytest.mark.e2e

@@ -19,6 +19,7 @@ from cp_shared_kv.server.chat_completions import ChatCompletions
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.completions import Completions
 from cp_shared_kv.server.docs_page import docs_page
+from cp_shared_kv.server.drain import Drain, Gate
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.metrics import ServerMetrics
@@ -37,8 +38,10 @@ def create_app(
     defaults: GenerationDefaults | None = None,
     chat_template: ChatTemplate | None = None,
     settings: ServerSettings | None = None,
+    gate: Gate | None = None,
 ) -> Starlette:
-    """The HTTP application for one engine; `description` is what `client.describe()` gave.
+    """The HTTP application for one engine; `description` is what `client.describe()` gave,
+    and `gate` is what `serve` closes at the end.
 
     Raises `CheckpointError` when the tokenizer and the model are not of one checkpoint.
     """
@@ -49,8 +52,9 @@ def create_app(
             change="use the tokenizer that belongs to this model",
         )
     settings = settings or ServerSettings()
+    gate = gate or Gate()
     metrics = ServerMetrics()
-    pages = Pages(client, description, metrics, enable_metrics=settings.enable_metrics)
+    pages = Pages(client, description, metrics, gate, enable_metrics=settings.enable_metrics)
     answering = Answering(client, tokenizer, description, RequestLimits(description), metrics)
     defaults = defaults or GenerationDefaults()
     completions = Completions(answering, defaults)
@@ -73,6 +77,7 @@ def create_app(
     layers = [Middleware(AccessLog, metrics=metrics, paths=paths)]
     if settings.api_key is not None:
         layers.append(Middleware(ApiKey, key=settings.api_key))
+    layers.append(Middleware(Drain, gate=gate))
     return Starlette(
         routes=routes,
         middleware=layers,

@@ -20,6 +20,7 @@ from cp_shared_kv.engine.api import (
 )
 from cp_shared_kv.server.access_log import record_of
 from cp_shared_kv.server.api_error import ApiError
+from cp_shared_kv.server.drain import STOPPING, Gate
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation import RequestMeter, generate
 from cp_shared_kv.server.loads import loads
@@ -55,10 +56,12 @@ class Pages:
         client: EngineClient,
         description: EngineDescription,
         metrics: ServerMetrics,
+        gate: Gate,
         *,
         enable_metrics: bool,
     ) -> None:
         self._client, self._description, self._metrics = client, description, metrics
+        self._gate = gate
         self._enable_metrics = enable_metrics
         self._model = Model(
             id=description.model_name,
@@ -82,7 +85,9 @@ class Pages:
         return _json(self._model)
 
     async def health(self, _request: Request) -> Response:
-        """GET /health: whether the engine's processes answer."""
+        """GET /health: whether the engine's processes answer, and the server is not stopping."""
+        if self._gate.closed:
+            return _unavailable(STOPPING)
         healthy, reason = self._client.healthy()
         return _json(Health("ok")) if healthy else _unavailable(reason)
 

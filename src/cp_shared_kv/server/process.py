@@ -14,6 +14,7 @@ from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
+from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.serve import serve
 from cp_shared_kv.server.settings import ServerSettings
@@ -50,6 +51,7 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
     directory = config.model_path
     tokenizer = Tokenizer.from_directory(directory)
     client = ClusterClient(spec.endpoints.server, description)
+    gate = Gate()
     app = create_app(
         client,
         tokenizer,
@@ -57,10 +59,17 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
         defaults=GenerationDefaults.from_directory(directory),
         chat_template=ChatTemplate.from_directory(directory),
         settings=ServerSettings(api_key=config.api_key, enable_metrics=config.enable_metrics),
+        gate=gate,
     )
     await client.start()
     try:
-        await serve(app, listener, on_ready=lambda _address: report(spec, NAME, ready=True))
+        await serve(
+            app,
+            listener,
+            on_ready=lambda _address: report(spec, NAME, ready=True),
+            gate=gate,
+            drain_seconds=config.shutdown_timeout,
+        )
     finally:
         await client.close()
 

@@ -13,9 +13,12 @@ import uvicorn
 from starlette.applications import Starlette
 
 from cp_shared_kv.errors import StartupError
+from cp_shared_kv.server.drain import Gate
 
 DRAIN_SECONDS = 5
 """How long answers under way may go on after the server was told to stop."""
+_FLUSH_SECONDS = 1
+"""For the last bytes of answers that have just ended."""
 _ABORT_SECONDS = 2.0
 _BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
@@ -56,9 +59,13 @@ async def serve(
     on_ready: Callable[[str], None] | None = None,
     *,
     stop: asyncio.Event | None = None,
-    drain_seconds: int = DRAIN_SECONDS,
+    gate: Gate | None = None,
+    drain_seconds: float = DRAIN_SECONDS,
 ) -> None:
     """Serve until told to stop, then let answers under way end, and return.
+
+    Meanwhile `gate`, which is the app's, keeps new ones out: connections are still taken, and told
+    to go elsewhere.
 
     `listener` comes from `open_listener` and is closed at the end. `on_ready` gets the server's
     URL once requests are taken. Without `stop` the signals INT and TERM stop the server (a second
@@ -85,16 +92,17 @@ async def serve(
         server_header=False,
         backlog=_BACKLOG,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=drain_seconds,
+        timeout_graceful_shutdown=_FLUSH_SECONDS,
     )
     server = _Server(config, (lambda: on_ready(url)) if on_ready else lambda: None)
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
+        hurry = asyncio.Event()
         if stop is None:
-            stack.enter_context(_stopped_by_signals(server))
-        else:
-            watch = asyncio.ensure_future(_stop_when_set(server, stop))
-            stack.callback(watch.cancel)
+            stop = asyncio.Event()
+            stack.enter_context(_set_by_signals(stop, hurry))
+        end = asyncio.ensure_future(_end(server, gate or Gate(), stop, hurry, drain_seconds))
+        stack.callback(end.cancel)
         await server.serve(sockets=[listener])
         # What was cut off still has to tell the engine so.
         if server.server_state.tasks:
@@ -118,26 +126,39 @@ class _Server(uvicorn.Server):
         yield
 
 
+async def _end(
+    server: uvicorn.Server,
+    gate: Gate,
+    stop: asyncio.Event,
+    hurry: asyncio.Event,
+    drain_seconds: float,
+) -> None:
+    await stop.wait()
+    gate.closed = True
+    waits = [asyncio.ensure_future(gate.drained()), asyncio.ensure_future(hurry.wait())]
+    await asyncio.wait(waits, timeout=drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    for wait in waits:
+        wait.cancel()
+    server.force_exit = hurry.is_set()
+    server.should_exit = True
+
+
 @contextlib.contextmanager
-def _stopped_by_signals(server: uvicorn.Server) -> Generator[None]:
-    def stop() -> None:
-        server.force_exit = server.should_exit
-        server.should_exit = True
+def _set_by_signals(stop: asyncio.Event, hurry: asyncio.Event) -> Generator[None]:
+    """The first signal sets `stop`, the second `hurry`."""
+
+    def told() -> None:
+        (hurry if stop.is_set() else stop).set()
 
     loop = asyncio.get_running_loop()
     signals = (signal.SIGINT, signal.SIGTERM)
     for number in signals:
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, told)
     try:
         yield
     finally:
         for number in signals:
             loop.remove_signal_handler(number)
-
-
-async def _stop_when_set(server: uvicorn.Server, stop: asyncio.Event) -> None:
-    await stop.wait()
-    server.should_exit = True
 
 
 def _cannot_listen(error: OSError, host: str, port: int) -> StartupError:

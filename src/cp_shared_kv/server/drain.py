@@ -1,0 +1,62 @@
+"""The end of a server: no new answers, and the wait for those under way."""
+
+from __future__ import annotations
+
+import asyncio
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cp_shared_kv.server.api_error import ApiError
+
+GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
+STOPPING = "the server is stopping"
+
+
+class Gate:
+    """Counts answers under way, and lets none begin once it is closed. For one event loop."""
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._under_way = 0
+        self._nobody = asyncio.Event()
+        self._nobody.set()
+
+    def enter(self) -> None:
+        """An answer begins."""
+        self._under_way += 1
+        self._nobody.clear()
+
+    def leave(self) -> None:
+        """An answer has ended, in whichever way."""
+        self._under_way -= 1
+        if not self._under_way:
+            self._nobody.set()
+
+    async def drained(self) -> None:
+        """Wait until no answer is under way."""
+        await self._nobody.wait()
+
+
+class Drain:
+    """ASGI layer at the gate: once it is closed, whoever asks for an answer is sent elsewhere."""
+
+    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+        self._app = app
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass on, or answer 503."""
+        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+            await self._app(scope, receive, send)
+            return
+        if self._gate.closed:
+            # The client's next connection may lead to a server that stays.
+            headers = {"retry-after": "1", "connection": "close"}
+            refusal = ApiError(503, STOPPING, code="unavailable", headers=headers)
+            await refusal.response()(scope, receive, send)
+            return
+        self._gate.enter()
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            self._gate.leave()
