@@ -52,7 +52,7 @@ End = Literal["server", "ranks", "decode"]
 M = TypeVar("M", bound=msgspec.Struct)
 
 
-def run_spec(record: Path | None = None) -> RunSpec:
+def run_spec(record: Path | None = None, **changes: Any) -> RunSpec:
     config = EngineConfig(
         model_path=Path("/models/tiny"),
         page_size=PAGE_SIZE,
@@ -61,6 +61,7 @@ def run_spec(record: Path | None = None) -> RunSpec:
         enable_nsa_prefill_context_parallel=True,
         enable_nsa_prefill_cp_shared_kv=True,
         record_batches=record,
+        **changes,
     )
     return RunSpec(
         run_id="test",
@@ -90,10 +91,10 @@ def run_spec(record: Path | None = None) -> RunSpec:
 class Controller:
     """A controller of two ranks; what it sends is kept in order, with its receiver."""
 
-    def __init__(self, record: Path | None = None) -> None:
+    def __init__(self, record: Path | None = None, **changes: Any) -> None:
         self.sent: list[tuple[End, msgspec.Struct]] = []
         self.controller = PrefillController(
-            run_spec(record),
+            run_spec(record, **changes),
             epoch=EPOCH,
             decode_epoch=DECODE_EPOCH,
             to_server=lambda message: self.sent.append(("server", message)),
@@ -697,3 +698,21 @@ def test_a_flush_drops_what_no_request_uses_and_tells_how_much() -> None:
     assert group.stats().cached_tokens == 0
     group.controller.on_server(Flush(ticket=10))
     assert group.taken(Flushed) == [Flushed(ticket=10, pages=0)]
+
+
+def test_a_full_queue_refuses_the_next_request_and_takes_one_when_there_is_room() -> None:
+    group = Controller(max_queued_requests=2)
+    group.submit(1)
+    group.submit(2)
+    group.take()
+    group.submit(3)
+    ((receiver, refusal),) = group.take()
+    assert receiver == "server"
+    assert isinstance(refusal, RoomRefused)
+    assert (refusal.room, refusal.kind) == (3, "overloaded")
+    assert "--max-queued-requests" in refusal.reason
+    assert group.controller.scheduler.get(3) is None
+    group.cancel(1)
+    group.take()
+    group.submit(3)
+    assert [offer.room for offer in group.taken(Offer)] == [3]

@@ -24,6 +24,7 @@ from cp_shared_kv.engine.api import (
 )
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
+from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.serve import open_listener, serve
 from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
@@ -118,7 +119,7 @@ class FakeEngine:
         sent = 0
         for token_ids, reason in self._script(request):
             if self.stall_after_tokens is not None and sent >= self.stall_after_tokens:
-                await asyncio.Event().wait()
+                await self._stall()
             if self.refusal is not None and sent >= self.refuse_after_tokens:
                 raise self.refusal
             if self.abort_after_tokens is not None and sent >= self.abort_after_tokens:
@@ -144,6 +145,14 @@ class FakeEngine:
         for piece in pieces[:-1]:
             yield piece, None
         yield pieces[-1], "stop" if stopped else "length"
+
+    async def _stall(self) -> None:
+        while self.stall_after_tokens is not None:
+            await asyncio.sleep(0.01)
+
+    def release(self) -> None:
+        """Let what is stalled go on."""
+        self.stall_after_tokens = None
 
     async def abort(self, request_id: str) -> None:
         self.aborted.append(request_id)
@@ -187,8 +196,10 @@ def start_server(
     tokenizer: Tokenizer,
     description: EngineDescription = DESCRIPTION,
     drain_seconds: int = 5,
+    gate: Gate | None = None,
     **app_options: object,
 ) -> LiveServer:
+    gate = gate or Gate()
     listener = open_listener("127.0.0.1", 0)
     port = listener.getsockname()[1]
     ready = threading.Event()
@@ -197,8 +208,15 @@ def start_server(
     async def main() -> None:
         stop, loop = asyncio.Event(), asyncio.get_running_loop()
         stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-        app = create_app(engine, tokenizer, description, **app_options)
-        await serve(app, listener, lambda _url: ready.set(), stop=stop, drain_seconds=drain_seconds)
+        app = create_app(engine, tokenizer, description, gate=gate, **app_options)
+        await serve(
+            app,
+            listener,
+            lambda _url: ready.set(),
+            stop=stop,
+            gate=gate,
+            drain_seconds=drain_seconds,
+        )
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
