@@ -72,6 +72,10 @@ class StartupError(CpkvError):
     """A process of the cluster that could not start."""
 
 
+class StartStoppedError(StartupError):
+    """A start that was ended on request."""
+
+
 class TransferError(CpkvError):
     """A KV write that did not complete.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import shutil
@@ -15,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from cp_shared_kv.engine.cluster import Cluster
+from cp_shared_kv.errors import StartupError
 from cp_shared_kv.testing.running_cluster import running, small_config
 from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
@@ -30,6 +34,7 @@ SHARED = [
 
 
 MARK = "CPKV_TEST_MARK"
+PR_SET_CHILD_SUBREAPER = 36
 
 
 def running_with(mark: str) -> list[str]:
@@ -161,3 +166,102 @@ def test_a_lost_rank_ends_the_cluster_with_its_name(tmp_path: Path) -> None:
         while (lost := served.cluster.lost_child()) is None and time.monotonic() < deadline:
             time.sleep(0.05)
     assert lost == "rank-1 was killed by SIGKILL"
+
+
+def test_a_dangling_weights_link_is_named(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").symlink_to("/nonexistent")
+    assert "model.safetensors" in refused(f"--model-path={checkpoint}", *SHARED, "--port=0")
+
+
+def test_a_temporary_directory_with_a_long_path_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("d" * 90)
+    deep.mkdir()
+    monkeypatch.setenv("TMPDIR", str(deep))
+    assert "TMPDIR" in refused("--model-path=demo", *SHARED, "--port=0")
+
+
+def started(mark: str, wanted: int) -> subprocess.Popen[bytes]:
+    """`cpkv serve` with so many processes running, still starting."""
+    server = subprocess.Popen(
+        [*CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
+        stderr=subprocess.DEVNULL,
+        env=os.environ | {MARK: mark},
+    )
+    deadline = time.monotonic() + 60
+    while len(running_with(mark)) < wanted:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return server
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_starting_stops_at_once(number: signal.Signals) -> None:
+    mark, before = uuid.uuid4().hex, segments()
+    server = started(mark, wanted=3)
+    server.send_signal(number)
+    assert server.wait(15) == 0
+    assert_nothing_left(mark, before)
+
+
+def test_a_killed_supervisor_takes_its_children_along_even_under_a_subreaper() -> None:
+    mark = uuid.uuid4().hex
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) == 0
+    try:
+        server = started(mark, wanted=2)  # some child has not asked the kernel yet
+        server.kill()
+        server.wait()
+        deadline = time.monotonic() + 30
+        while running_with(mark) and time.monotonic() < deadline:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(-1, os.WNOHANG)
+            time.sleep(0.1)
+        assert running_with(mark) == []
+    finally:
+        libc.prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+@pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--pid", "--fork", "true"], check=False, capture_output=True
+    ).returncode
+    != 0,
+    reason="this user may not make a process namespace",
+)
+def test_it_serves_as_process_1_of_a_container() -> None:
+    mark = uuid.uuid4().hex
+    contained = ["unshare", "--pid", "--fork", "--kill-child"]
+    server = subprocess.Popen(
+        [*contained, *CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {MARK: mark},
+    )
+    assert server.stderr is not None
+    try:
+        lines: list[str] = []
+        for line in server.stderr:
+            lines.append(line)
+            if line.startswith("cpkv: "):
+                break
+        assert "serving demo at" in lines[-1], lines
+    finally:
+        server.kill()
+        server.wait()
+
+
+def test_a_child_that_dies_during_the_start_is_named(tmp_path: Path) -> None:
+    killed: list[int] = []
+
+    def kill_a_rank(_what: str, _done: int, _total: int) -> None:
+        if not killed:
+            killed.append(cluster.pid("rank-1"))
+            os.kill(killed[0], signal.SIGKILL)
+
+    cluster = Cluster(small_config(), log_file=tmp_path / "log", on_progress=kill_a_rank)
+    with pytest.raises(StartupError, match="rank-1 was killed by SIGKILL"), cluster:
+        pass
+    assert killed

@@ -307,6 +307,7 @@ class DecodeMachine(RuleBasedStateMachine):
         return RunSpec(
             run_id="machine",
             run_dir="/nowhere",
+            supervisor_pid=1,
             config=config.as_plain(),
             limits=EngineLimits(
                 page_size=PAGE_SIZE,

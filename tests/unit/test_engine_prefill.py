@@ -66,6 +66,7 @@ def run_spec(record: Path | None = None, **changes: Any) -> RunSpec:
     return RunSpec(
         run_id="test",
         run_dir="/nowhere",
+        supervisor_pid=1,
         config=config.as_plain(),
         limits=EngineLimits(
             page_size=PAGE_SIZE,

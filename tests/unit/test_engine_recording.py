@@ -85,9 +85,11 @@ def test_the_first_different_logit_is_named_with_the_bits_of_both(tmp_path: Path
     assert difference.token_id == 3
     assert difference.first_bits == int(logits(2, seed=1).view(np.uint32)[1, 3])
     assert difference.second_bits == int(changed.view(np.uint32)[1, 3])
+    first, second = logits(2, seed=1)[1, 3], changed[1, 3]
     assert str(difference) == (
-        "rank 0: batch 4, room 8, token position 11, logit 3: "
-        f"0x{difference.first_bits:08x} against 0x{difference.second_bits:08x}"
+        "rank 0: batch 4, token position 11, logit 3: "
+        f"{float(first)!r} (0x{difference.first_bits:08x}) against "
+        f"{float(second)!r} (0x{difference.second_bits:08x})"
     )
 
 

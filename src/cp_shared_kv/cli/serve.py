@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +13,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from cp_shared_kv.engine.config import EngineConfig
-from cp_shared_kv.errors import StartupError
+from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.server.serve import open_listener
 
 DEMO_MODEL = "demo"
@@ -45,11 +46,6 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
         --max-total-tokens 4096
     ```
     """
-    # Imported here: help and a refused flag need not wait for torch.
-    from cp_shared_kv.engine.cluster import Cluster
-
-    config = with_model(config)
-    listener = open_listener(config.host, config.port)
     stopped, hurry = threading.Event(), threading.Event()
 
     def told(_number: int, _frame: object) -> None:
@@ -57,8 +53,20 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, told)
+    # Imported here: help and a refused flag need not wait for torch.
+    from cp_shared_kv.engine.cluster import Cluster
+
+    config = with_model(config)
+    listener = open_listener(config.host, config.port)
     console = Console(stderr=True)
-    with Cluster(config, listener=listener) as cluster:
+    with ExitStack() as stack:
+        with console.status("starting processes ..."):
+            try:
+                cluster = stack.enter_context(
+                    Cluster(config, listener=listener, stop_asked=stopped)
+                )
+            except StartStoppedError:
+                return 0
         host, port = listener.getsockname()[:2]
         listener.close()  # the server's process has it
         console.print(

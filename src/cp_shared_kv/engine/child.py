@@ -54,11 +54,12 @@ def set_up_logging(name: str, level: str) -> None:
     )
 
 
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent ends, however it ends."""
+def die_with_supervisor(spec: RunSpec) -> None:
+    """Ask the kernel to kill this process when its supervisor ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() == 1:
-        sys.exit(EXIT_REFUSED)  # the parent was gone before the request took effect
+    # An orphan's new parent is any subreaper, and a supervisor may itself be process 1.
+    if os.getppid() != spec.supervisor_pid:
+        sys.exit(EXIT_REFUSED)  # it was gone before the request took effect
 
 
 def run_child(name: str, spec: RunSpec, body: Callable[[], None]) -> int:

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cp_shared_kv.engine.child import die_with_parent, run_child, set_up_logging
+from cp_shared_kv.engine.child import die_with_supervisor, run_child, set_up_logging
 from cp_shared_kv.engine.run_spec import RunSpec
 
 
@@ -27,8 +27,8 @@ def main(arguments: list[str]) -> int:
     """Entry point of a rank, controller or decode process."""
     role, run_file = arguments[0], arguments[1]
     index = int(arguments[2]) if len(arguments) > 2 else 0
-    die_with_parent()
     spec = RunSpec.load(Path(run_file))
+    die_with_supervisor(spec)
     name = f"{role}-{index}"
     set_up_logging(name, spec.config["log_level"])
     return run_child(name, spec, lambda: _runner(role)(spec, index))

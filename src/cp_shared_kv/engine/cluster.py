@@ -32,7 +32,7 @@ from cp_shared_kv.engine.sizing import (
     free_memory_bytes,
     resolve_limits,
 )
-from cp_shared_kv.errors import StartupError
+from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY
 
 START_SECONDS = 180.0
@@ -41,6 +41,7 @@ STOP_SECONDS = 5.0
 """How long children may take to leave after SIGTERM before they are killed."""
 DRAIN_POLL_SECONDS = 0.05
 SERVER = "server-0"
+MAX_IPC_PATH_BYTES = 107
 SERVER_MODULE = "cp_shared_kv.server.process"
 CHILD_MODULE = "cp_shared_kv.engine.child_main"
 
@@ -59,9 +60,9 @@ class Cluster:
 
     A context manager: leaving it stops every child and removes what they left in /dev/shm.
     `listener` is the server's bound socket (None runs no server); `log_file` takes what the
-    children would write to stderr. Raises `StartupError`,
-    `ConfigError`, `CapacityError` or `CheckpointError` before or while starting, with nothing
-    left running.
+    children would write to stderr; `stop_asked` ends a start with `StartStoppedError`. Raises
+    `StartupError`, `ConfigError`, `CapacityError` or `CheckpointError` before or while starting,
+    with nothing left running.
     """
 
     def __init__(
@@ -70,11 +71,13 @@ class Cluster:
         *,
         listener: socket.socket | None = None,
         log_file: Path | None = None,
+        stop_asked: threading.Event | None = None,
         on_progress: Progress = no_progress,
     ) -> None:
         self.config = config
         self._listener = listener
         self._log_file = log_file
+        self._stop_asked = stop_asked
         self._on_progress = on_progress
         self._children: dict[str, subprocess.Popen[bytes]] = {}
         self._run_dir: Path | None = None
@@ -103,11 +106,11 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        # ipc paths are limited to 107 bytes, so the directory's name is short.
-        self._run_dir = Path(tempfile.mkdtemp(prefix="cpkv-"))
+        self._run_dir = _make_run_dir()
         self.spec = RunSpec(
             run_id=secrets.token_hex(4),
             run_dir=str(self._run_dir),
+            supervisor_pid=os.getpid(),
             config=self.config.as_plain(),
             limits=self.limits,
             page_layout=self._model.page_layout,
@@ -170,12 +173,12 @@ class Cluster:
                     raise StartupError(f"{told.name} could not start: {told.reason}")
                 waiting.discard(told.name)
                 continue
-            for name in waiting:
-                code = self._children[name].poll()
-                if code is not None and not inbox.poll(timeout=200):
-                    raise StartupError(
-                        f"{name} ended before it was ready", value=_how_it_ended(code)
-                    )
+            if self._stop_asked is not None and self._stop_asked.is_set():
+                raise StartStoppedError("stopped while starting")
+            # Also those that have reported: one that dies leaves the others waiting for it.
+            lost = self.lost_child()
+            if lost is not None and not inbox.poll(timeout=200):
+                raise StartupError(f"{lost} before all processes were ready")
             if time.monotonic() > deadline:
                 raise StartupError(
                     "processes did not become ready in time",
@@ -224,6 +227,26 @@ class Cluster:
                 region.unlink(missing_ok=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._run_dir = None
+
+
+def _make_run_dir() -> Path:
+    """A private directory for this run's sockets and files."""
+    try:
+        run_dir = Path(tempfile.mkdtemp(prefix="cpkv-"))
+    except OSError as error:
+        raise StartupError(
+            f"cannot make the run's directory: {error}", change="set TMPDIR to a writable directory"
+        ) from error
+    longest = len(str(run_dir)) + len("/supervisor.sock")
+    if longest > MAX_IPC_PATH_BYTES:
+        run_dir.rmdir()
+        raise StartupError(
+            "the temporary directory's path is too long for sockets",
+            value=f"{longest} bytes",
+            allowed=f"{MAX_IPC_PATH_BYTES} bytes, with the run's name",
+            change="set TMPDIR to a shorter path",
+        )
+    return run_dir
 
 
 def _stop(children: list[subprocess.Popen[bytes]]) -> None:

@@ -63,6 +63,8 @@ class DecodeRoom:
     logical_pages: LogicalPages | None = None
     session: DecodeSession | None = None
     first_token: SampledToken | None = None
+    stopped: bool = False
+    """Somebody wants it no more: its failure is nobody's fault."""
     generated: list[int] = field(default_factory=list[int])
 
 
@@ -153,6 +155,7 @@ class DecodeEngine:
         room = self._rooms.get(message.room)
         if room is None:
             return
+        room.stopped = True
         if message.room in self._running:
             self._finish(Tokens(room=message.room, token_ids=[], finish_reason="abort"))
         elif room.session is None:
@@ -170,6 +173,11 @@ class DecodeEngine:
         message.check_address(room=message.room, sender=self.prefill_epoch, receiver=self._epoch)
 
     # Steps ------------------------------------------------------------------------------------
+
+    @property
+    def open_rooms(self) -> int:
+        """Rooms that are offered, receiving or decoding."""
+        return len(self._rooms)
 
     @property
     def has_work(self) -> bool:
@@ -309,7 +317,7 @@ class DecodeEngine:
                 case Covered():
                     self._start_if_ready(name)
                 case RoomFailed():
-                    self.failed_total += 1
+                    self.failed_total += not self._rooms[name].stopped
                     self._to_server(RoomRefused(room=name, kind="failed", reason=action.reason))
                 case FreePages():
                     self._release(name)

@@ -15,6 +15,7 @@ from cp_shared_kv.engine.child import report
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_DECODE, ToDecode, encode
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.links import IDENTITY as CONTROLLER
+from cp_shared_kv.engine.links import rank_identity
 from cp_shared_kv.engine.messages import BeginReplay, RegionMapped, Registered, StatsRequest
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
@@ -92,8 +93,17 @@ class DecodeWorker:
         )
         self.replay: ReplayDecode | None = None
 
-    def handle(self, message: ToDecode) -> None:
-        """One message of the controller, a rank or the replay tool."""
+    def handle(self, sender: bytes, message: ToDecode) -> None:
+        """One message of the controller, a rank or the replay tool, as `sender` on the link."""
+        expected = CONTROLLER
+        if isinstance(message, Sent | Concluded | Quiesced):
+            expected = rank_identity(message.rank)
+        if sender != expected:
+            raise ProtocolError(
+                f"{type(message).__name__} comes from another than its sender",
+                value=repr(sender[:40]),
+                allowed=repr(expected),
+            )
         if self.replay is not None and not isinstance(message, Hello | RegionMapped):
             self.replay.handle(message)
             return
@@ -133,11 +143,15 @@ class DecodeWorker:
             physical_pages=self._pages,
             regions=(self._region,),
         )
+        if self.engine.open_rooms:
+            raise ProtocolError("a greeting while rooms are open", value=self.engine.open_rooms)
         self._to_controller(mine)  # before the check: both sides refuse, with the same reason
         check_hello(mine, theirs)
         self.engine.prefill_epoch = theirs.epoch
 
     def _begin_replay(self, message: BeginReplay) -> None:
+        if self.engine.open_rooms:
+            raise ProtocolError("a replay while rooms are open", value=self.engine.open_rooms)
         self.replay = ReplayDecode(
             self._pool,
             self._runner(Path(message.record) / "decode"),
@@ -164,7 +178,7 @@ class DecodeWorker:
         self.door.send_multipart([CONTROLLER, encode(message)])
 
     def _to_rank(self, rank: int, message: msgspec.Struct) -> None:
-        self.door.send_multipart([f"rank-{rank}".encode(), encode(message)])
+        self.door.send_multipart([rank_identity(rank), encode(message)])
 
     def _to_server(self, message: msgspec.Struct) -> None:
         self.server.send(encode(message))
@@ -194,7 +208,7 @@ def _drain(worker: DecodeWorker, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()
         try:
             if socket is worker.door:
-                worker.handle(TO_DECODE.decode(frames[-1]))
+                worker.handle(frames[0], TO_DECODE.decode(frames[-1]))
             else:
                 worker.on_server(FROM_SERVER.decode(frames[-1]))
         except HandshakeError:

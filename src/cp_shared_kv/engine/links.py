@@ -23,7 +23,7 @@ from cp_shared_kv.engine.messages import (
     RegionMapped,
 )
 from cp_shared_kv.engine.run_spec import RunSpec
-from cp_shared_kv.errors import StartupError
+from cp_shared_kv.errors import CpkvError, ProtocolError, StartupError
 from cp_shared_kv.transfer.messages import Hello
 from cp_shared_kv.transfer.rendezvous import check_hello
 
@@ -31,6 +31,11 @@ STEP_SECONDS = 120.0
 """How long one step (loading weights, mapping pools, a batch of a replay) may take."""
 IDENTITY = b"prefill-0"
 RECONNECT_SECONDS = 0.05
+
+
+def rank_identity(rank: int) -> bytes:
+    """What a rank is called on zmq links."""
+    return f"rank-{rank}".encode()
 
 
 class GroupLinks:
@@ -54,15 +59,24 @@ class GroupLinks:
         """Send one message to every rank."""
         data = encode(message)
         for rank in range(self._cp_size):
-            self.ranks.send_multipart([f"rank-{rank}".encode(), data])
+            try:
+                self.ranks.send_multipart([rank_identity(rank), data])
+            except zmq.ZMQError as error:
+                raise CpkvError(f"rank {rank} is gone: {error}") from error
 
     def to_decode(self, message: msgspec.Struct) -> None:
         """Send one message to the decode worker."""
         self.decode.send(encode(message))
 
     def from_rank(self) -> FromRank:
-        """The next message of any rank."""
-        return FROM_RANK.decode(self.ranks.recv_multipart()[-1])
+        """The next message of any rank. ProtocolError for one that another process sent."""
+        frames = self.ranks.recv_multipart()
+        message = FROM_RANK.decode(frames[-1])
+        if frames[0] != rank_identity(message.rank):
+            raise ProtocolError(
+                f"message in the name of rank {message.rank}", value=repr(frames[0][:40])
+            )
+        return message
 
     def from_decode(self) -> DecodeToController:
         """The next message of the decode worker."""
@@ -117,7 +131,7 @@ class GroupLinks:
         while waiting:
             for rank in sorted(waiting):
                 with suppress(zmq.ZMQError):
-                    self.ranks.send_multipart([f"rank-{rank}".encode(), encode(configure)])
+                    self.ranks.send_multipart([rank_identity(rank), encode(configure)])
                     waiting.discard(rank)
             if waiting and time.monotonic() > deadline:
                 raise StartupError(f"ranks {sorted(waiting)} did not connect in time")

@@ -10,6 +10,7 @@ import torch
 
 from cp_shared_kv.engine.config import Dtype, EngineConfig, KVCacheDtype
 from cp_shared_kv.engine.run_spec import PageLayout
+from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.memory.formats.fp8_scaled import FP8_INDEX_HEAD_DIM
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
@@ -116,6 +117,15 @@ def _fingerprint(directory: Path) -> str:
 
     The weights themselves are not read: at 700 GB that would take longer than loading them.
     """
+    try:
+        return _hash_headers(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"cannot read the checkpoint ({error.strerror})", value=error.filename
+        ) from error
+
+
+def _hash_headers(directory: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     digest.update((directory / "config.json").read_bytes())
     for file in sorted(directory.glob("*.safetensors")):

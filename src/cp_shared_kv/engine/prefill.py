@@ -225,6 +225,9 @@ class PrefillController:
                 self._room_concluded(message)
 
     def _batch_done(self, message: BatchDone) -> None:
+        running = self.scheduler.in_flight
+        if running is None or running.batch_id != message.batch_id:
+            raise ProtocolError("a batch is done that is not in flight", value=message.batch_id)
         self._done[message.rank] = message
         self._scratch_bytes[message.rank] = message.scratch_bytes
         if len(self._done) < self._cp_size:

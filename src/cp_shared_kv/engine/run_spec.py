@@ -31,6 +31,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     run_id: str
     run_dir: str
+    supervisor_pid: int
     config: dict[str, Any]
     limits: EngineLimits
     page_layout: PageLayout

@@ -14,6 +14,7 @@ import zmq
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.child import report
 from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, encode
+from cp_shared_kv.engine.links import rank_identity
 from cp_shared_kv.engine.messages import (
     Configure,
     Configured,
@@ -57,7 +58,7 @@ class RankWorker:
         self._group = group
         self._rank = group.cp_rank
         self._context = context
-        identity = f"rank-{self._rank}".encode()
+        identity = rank_identity(self._rank)
         self.controller = context.socket(zmq.DEALER)
         self.controller.setsockopt(zmq.IDENTITY, identity)
         self.controller.linger = 0
@@ -116,7 +117,7 @@ class RankWorker:
         self._running().sender.connect(message.hello)
         if self.decode is None:
             self.decode = self._context.socket(zmq.DEALER)
-            self.decode.setsockopt(zmq.IDENTITY, f"rank-{self._rank}".encode())
+            self.decode.setsockopt(zmq.IDENTITY, rank_identity(self._rank))
             self.decode.linger = 0
             self.decode.sndhwm = 0
             self.decode.connect(message.address)

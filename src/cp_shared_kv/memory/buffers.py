@@ -194,7 +194,7 @@ def shared_memory_shortage(nbytes: int) -> CapacityError:
     space = os.statvfs(SHARED_MEMORY_DIRECTORY)
     total, free = space.f_blocks * space.f_frsize, space.f_bavail * space.f_frsize
     change = "lower --max-total-tokens, or remove segments that killed runs left"
-    if total <= CONTAINER_DEFAULT_BYTES:
+    if total == CONTAINER_DEFAULT_BYTES:
         change = (
             "this is a container's default of 64 MB: start it with "
             f"--shm-size={-(-nbytes // 2**20) + 64}m or --ipc=host (in Kubernetes mount an "

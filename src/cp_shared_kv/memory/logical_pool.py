@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from cp_shared_kv.errors import CapacityError, InvariantError, LayoutError
 from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.layout.checks import check_whole_number
 from cp_shared_kv.layout.pages import LogicalLocs, LogicalPages
 from cp_shared_kv.memory.allocator import PageAllocator
 from cp_shared_kv.memory.prefix_cache import KeyRows, PrefixCache, RadixNode, key_rows
@@ -254,8 +255,7 @@ class LogicalPool:
         return rows if self.prefix_caching else rows[:0]
 
     def _check_page_count(self, page_count: int) -> None:
-        if page_count < 0:
-            raise LayoutError("a room of fewer than no pages", value=page_count, allowed=">= 0")
+        check_whole_number("pages of a room", page_count, at_least=0)
         if page_count > self.total_pages:
             raise CapacityError(
                 "a room can never fit the pool",

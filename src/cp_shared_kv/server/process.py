@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cp_shared_kv._version import __version__
 from cp_shared_kv.engine.api import EngineDescription
-from cp_shared_kv.engine.child import die_with_parent, report, run_child, set_up_logging
+from cp_shared_kv.engine.child import die_with_supervisor, report, run_child, set_up_logging
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.server.app import create_app
@@ -76,8 +76,8 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
 
 def main(arguments: list[str]) -> int:
     """Entry point of the server process."""
-    die_with_parent()
     spec = RunSpec.load(Path(arguments[0]))
+    die_with_supervisor(spec)
     set_up_logging(NAME, spec.config["log_level"])
     listener = socket.socket(fileno=int(arguments[1]))
     return run_child(NAME, spec, lambda: asyncio.run(_serve(spec, listener)))
