@@ -25,7 +25,8 @@ def quantise(values: torch.Tensor, scale_kind: ScaleKind) -> tuple[torch.Tensor,
     """values [n, width], any float, width a multiple of 128 -> e4m3 codes u8[n, width] and
     scales fp32[n, width / 128].
 
-    A NaN or an infinity makes its whole block NaN when it is read: a broken model shows.
+    A NaN or an infinity makes its whole block NaN when it is read: a broken model shows. With
+    power-of-two scales a magnitude above 2^127 may read back as infinity.
     """
     blocks = values.float().unflatten(1, (-1, BLOCK))
     scales = block_scales(blocks.abs().amax(dim=2), scale_kind)
