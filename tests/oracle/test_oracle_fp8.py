@@ -22,6 +22,7 @@ from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import compute
 from cp_shared_kv.testing.oracle_cases import GLM_FREQUENCY, ORACLE_SIZES, prompt
 from cp_shared_kv.testing.recording_ops import RecordedSelections
+from cp_shared_kv.testing.routing_margin import SURE_ROUTING_MARGIN
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span
 from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 from cp_shared_kv.testing.transformers_oracle import TransformersOracle
@@ -95,6 +96,7 @@ def test_cut_blocks_agree_with_transformers_on_a_dequantised_copy(
     transformer = Transformer.load(tmp_path / "fp8", ops=recorded.ops)
     computed = compute(transformer, recorded, SoloGroup(), SCHEDULE, "in-seq-split")
     agreement = TransformersOracle(tmp_path / "fp32").compare(computed, [TOKENS])
+    assert agreement.least_routing_margin > SURE_ROUTING_MARGIN, agreement
     assert agreement.relative_error <= RELATIVE_ERROR, agreement
     assert agreement.sure_rows_agreeing == agreement.sure_rows, agreement
     assert agreement.greedy_agreeing == agreement.rows == len(TOKENS), agreement

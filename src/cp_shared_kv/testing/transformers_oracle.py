@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from cp_shared_kv.testing.model_on_ranks import ComputedRows
+from cp_shared_kv.testing.routing_margin import least_routing_margin
 
 SURE_MARGIN = 1e-5
 """Where the scores of the last selected and the first left out differ by more, fp32 rounding
@@ -36,6 +37,17 @@ class Agreement:
     least_margin: float
     greedy_agreeing: int
     """Rows with the oracle's likeliest next token."""
+    least_routing_margin: float
+    """Of the oracle's own rows; below SURE_ROUTING_MARGIN the errors may be those of a near tie."""
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """One prompt's forward; see `logits_and_selections`."""
+
+    logits: torch.Tensor
+    selected: torch.Tensor
+    routing_margin: float
 
 
 class TransformersOracle:
@@ -55,7 +67,7 @@ class TransformersOracle:
             for norm in (layer.self_attn.q_a_layernorm, layer.self_attn.kv_a_layernorm):
                 norm.variance_epsilon = model.config.rms_norm_eps
         self._model = model.eval()
-        self._answers: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+        self._answers: dict[tuple[int, ...], _Answer] = {}
 
     @property
     def layers(self) -> Any:
@@ -79,18 +91,20 @@ class TransformersOracle:
     def logits_and_selections(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """fp32[T, vocab] and, True where selected and visible, bool[layers, T, T], of the layers
         with an indexer."""
-        key = tuple(token_ids)
-        if key not in self._answers:
-            self._answers[key] = self._forward(token_ids)
-        return self._answers[key]
+        answer = self._answer(token_ids)
+        return answer.logits, answer.selected
+
+    def least_routing_margin(self, requests: list[list[int]]) -> float:
+        """By how much the nearest choice of experts was decided, in all rows of the requests."""
+        return min(self._answer(token_ids).routing_margin for token_ids in requests)
 
     def compare(self, computed: ComputedRows, requests: list[list[int]]) -> Agreement:
         """Compare rows of requests, given by their token ids, with one forward of each."""
-        answers = [self.logits_and_selections(token_ids) for token_ids in requests]
-        expected = torch.stack([answers[r][0][p] for r, p in computed.rows.tolist()])
+        answers = [self._answer(token_ids) for token_ids in requests]
+        expected = torch.stack([answers[r].logits[p] for r, p in computed.rows.tolist()])
         same_set = torch.stack(
             [
-                _same_set(computed.selected[:, i], answers[r][1][:, p])
+                _same_set(computed.selected[:, i], answers[r].selected[:, p])
                 for i, (r, p) in enumerate(computed.rows.tolist())
             ],
             dim=1,
@@ -108,20 +122,30 @@ class TransformersOracle:
             rows_agreeing=int((sparse & same_set).sum()),
             least_margin=float(computed.margins.min()),
             greedy_agreeing=int((computed.logits.argmax(1) == expected.argmax(1)).sum()),
+            least_routing_margin=self.least_routing_margin(requests),
         )
 
+    def _answer(self, token_ids: list[int]) -> _Answer:
+        key = tuple(token_ids)
+        if key not in self._answers:
+            self._answers[key] = self._forward(token_ids)
+        return self._answers[key]
+
     @torch.no_grad()
-    def _forward(self, token_ids: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _forward(self, token_ids: list[int]) -> _Answer:
         selected: list[torch.Tensor] = []
+        routing_margins = [float("inf")]
 
         def keep(_module: Any, _arguments: Any, chosen: torch.Tensor) -> None:
             selected.append(chosen[0].long())
 
-        hooks = [
-            layer.self_attn.indexer.register_forward_hook(keep)
-            for layer in self.layers
-            if layer.self_attn.indexer is not None
-        ]
+        def keep_margin(gate: Any, arguments: Any, _: Any) -> None:
+            routing_margins.append(least_routing_margin(gate, arguments[0]))
+
+        indexers = [layer.self_attn.indexer for layer in self.layers]
+        gates = [layer.mlp.gate for layer in self.layers if hasattr(layer.mlp, "gate")]
+        hooks = [indexer.register_forward_hook(keep) for indexer in indexers if indexer is not None]
+        hooks += [gate.register_forward_hook(keep_margin) for gate in gates]
         try:
             logits = self._model(input_ids=torch.tensor([token_ids]), use_cache=False).logits[0]
         finally:
@@ -129,7 +153,7 @@ class TransformersOracle:
                 hook.remove()
         size = len(token_ids)
         masks = [torch.zeros(size, size, dtype=torch.bool).scatter_(1, s, True) for s in selected]
-        return logits.float(), torch.stack(masks).tril()
+        return _Answer(logits.float(), torch.stack(masks).tril(), min(routing_margins))
 
 
 def _dequantising(checkpoint: Path) -> dict[str, Any]:
