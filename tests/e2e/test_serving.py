@@ -191,21 +191,41 @@ def test_log_metrics_and_server_info_agree_in_logical_tokens(
     assert served.log_lines("CP shared KV scheduler") == [capacity]
 
 
+def transfers(served: Running, since: int) -> list[tuple[int, int, int]]:
+    """Rank, pages and descriptors of each transfer logged behind the first `since`."""
+    pattern = r"CP shared KV transfer: rank=(\d) sent pages=(\d+) descriptors=(\d+) bytes=(?:\d+)"
+    found = [
+        re.fullmatch(pattern, line) for line in served.log_lines("CP shared KV transfer")[since:]
+    ]
+    return [(int(m[1]), int(m[2]), int(m[3])) for m in found if m]
+
+
 def test_each_transfer_logs_one_line_a_rank_and_pages_add_up(
     client: openai.OpenAI, served: Running
 ) -> None:
     before = len(served.log_lines("CP shared KV transfer"))
     complete(client, prompt(700, "lines "))
     settled(served)
-    lines = served.log_lines("CP shared KV transfer")[before:]
-    found = [
-        re.fullmatch(
-            r"CP shared KV transfer: rank=(\d) sent pages=(\d+) descriptors=(\d+) bytes=(\d+)", line
-        )
-        for line in lines
-    ]
-    assert [match[1] for match in found if match] == ["0", "1"]
-    assert sum(int(match[2]) for match in found if match) == 11  # ceil(700 / 64)
+    lines = transfers(served, before)
+    assert [rank for rank, _, _ in lines] == [0, 1]
+    assert sum(pages for _, pages, _ in lines) == 11  # ceil(700 / 64)
+    # Two layers with latent and index K: one page by itself would be four descriptors.
+    assert all(descriptors < 4 * pages for _, pages, descriptors in lines)
+
+
+def test_decode_asks_only_for_the_pages_it_lacks(client: openai.OpenAI, served: Running) -> None:
+    first = complete(client, prompt(640, "lacks "))
+    settled(served)
+    before = len(served.log_lines("CP shared KV transfer"))
+    second = complete(client, prompt(640, "lacks "))
+    settled(served)
+    longer = complete(client, prompt(800, "lacks "))
+    settled(served)
+    sent = [pages for _, pages, _ in transfers(served, before)]
+    assert sum(sent[:2]) == 0  # every rank concludes all the same
+    assert sum(sent[2:]) == 13 - 10
+    assert second.choices[0].text == first.choices[0].text
+    assert longer.usage.completion_tokens == 8
 
 
 @pytest.mark.parametrize(
