@@ -9,6 +9,7 @@ import pytest
 
 from cp_shared_kv.errors import CapacityError, CpkvError, InvariantError, LayoutError
 from cp_shared_kv.layout import KVCapacity
+from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.memory.logical_pool import Admission, LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
 
@@ -389,3 +390,39 @@ def test_each_kind_of_damage_breaks_an_invariant(damage: Callable[[LogicalPool],
     damage(pool)
     with pytest.raises(InvariantError, match="logical pool: "):
         pool.check_invariants()
+
+
+def test_drawn_pages_may_be_put_in_another_order_and_the_cached_prefix_stays() -> None:
+    pool = LogicalPool(KVCapacity(physical_pages=16, page_size=4, cp_size=1))
+    pool.admit(1, np.arange(2), 2)
+    pool.publish(1, np.arange(2))
+    seen: list[int] = []
+
+    def backwards(drawn: LogicalPages, first_position: int) -> LogicalPages:
+        seen.append(first_position)
+        return LogicalPages(drawn[::-1])
+
+    admission = pool.admit(2, np.arange(5), 6, arrange=backwards)
+    assert admission is not None
+    assert seen == [2]
+    assert admission.logical_pages[:2].tolist() == pool.pages(1).tolist()
+    drawn = admission.logical_pages[2:]
+    assert drawn.tolist() == sorted(drawn.tolist(), reverse=True)
+    pool.check_invariants()
+
+
+def test_an_order_that_names_other_pages_is_refused() -> None:
+    pool = LogicalPool(KVCapacity(physical_pages=16, page_size=4, cp_size=1))
+    with pytest.raises(InvariantError, match="arranged"):
+        pool.admit(1, np.arange(2), 3, arrange=lambda drawn, _: LogicalPages(drawn + 1))
+    assert pool.available_pages == 16
+    pool.check_invariants()
+
+
+@pytest.mark.parametrize("page_count", [6.0, "6", True])
+def test_a_count_that_is_no_whole_number_is_refused_and_nothing_changes(page_count: object) -> None:
+    pool = LogicalPool(KVCapacity(physical_pages=16, page_size=4, cp_size=1))
+    with pytest.raises(LayoutError):
+        pool.admit(1, np.arange(2), page_count)  # type: ignore[arg-type]
+    assert pool.available_pages == 16
+    pool.check_invariants()

@@ -124,7 +124,12 @@ class LogicalPool:
         prefix = self._cache.path_pages(end)
         drawn = self._draw(missing, prefix)
         if arrange is not None:
-            drawn = _checked_order(drawn, arrange(drawn, len(prefix)))
+            try:
+                drawn = _checked_order(drawn, arrange(drawn, len(prefix)))
+            except BaseException:
+                self._allocator.free(drawn)
+                self._cache.unlock(end)
+                raise
         pages = LogicalPages(np.concatenate([prefix, drawn]))
         self._rooms[room] = _Room(end, keys[: len(prefix)].copy())
         self._requests.open(room, pages, len(prefix) * self.page_size)

@@ -1,0 +1,75 @@
+"""Well-formed messages from a process that is not a party: refused, and nobody else is harmed."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import pytest
+import zmq
+
+from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.messages import BatchDone, BeginReplay, RoomConcluded
+from cp_shared_kv.testing.running_cluster import Running
+from cp_shared_kv.transfer.messages import Concluded
+
+pytestmark = pytest.mark.e2e
+
+
+def strange_messages(served: Running) -> dict[str, list[msgspec.Struct]]:
+    """By socket, what would stop or wedge a process that believed it."""
+    spec = served.cluster.spec
+    hello = spec.hello(role="prefill", epoch=7, session_id="stranger", physical_pages=16)
+    return {
+        spec.endpoints.decode: [
+            hello,
+            msgspec.structs.replace(hello, page_size=32),
+            BeginReplay(prefill_epoch=7, record="/nonexistent"),
+            Concluded(
+                epoch=7,
+                peer_epoch=7,
+                room=1,
+                rank=0,
+                outcome="success",
+                quiescent=True,
+                sent_chunks=0,
+                total_positions=0,
+            ),
+        ],
+        spec.endpoints.ranks: [
+            BatchDone(rank=0, batch_id=10**6, tokens=[], scratch_bytes=0),
+            BatchDone(rank=1, batch_id=10**6, tokens=[], scratch_bytes=0),
+            RoomConcluded(rank=0, room=1, pages=0, descriptors=0, bytes=0),
+        ],
+    }
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_a_strangers_messages_are_refused_and_requests_go_on(served: Running, busy: bool) -> None:
+    body = {"model": "demo", "prompt": f"stranger {busy} " * 60, "max_tokens": 40}
+    body |= {"ignore_eos": True, "temperature": 0}
+    alone = served.post(body).json()["choices"][0]["text"]
+    refused_before = len(served.log_lines("message refused"))
+    sockets: list[zmq.Socket[bytes]] = []
+    sent = 0
+    for address, messages in strange_messages(served).items():
+        socket = zmq.Context.instance().socket(zmq.DEALER)
+        socket.linger = 1000
+        socket.connect(address)
+        sockets.append(socket)
+        for message in messages:
+            socket.send(encode(message))
+            sent += 1
+        socket.send(b"\xc1 garbage")
+        sent += 1
+    if not busy:
+        time.sleep(0.3)
+    assert served.post(body).json()["choices"][0]["text"] == alone
+    deadline = time.monotonic() + 10
+    while len(served.log_lines("message refused")) - refused_before < sent:
+        assert time.monotonic() < deadline, served.log_lines("message refused")[refused_before:]
+        time.sleep(0.1)
+    for socket in sockets:
+        socket.close()
+    assert served.cluster.lost_child() is None
+    assert served.get("/health").status_code == 200
