@@ -8,11 +8,11 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check format soak bench clean
+.PHONY: help run serve test check format soak bench bench-gpu test-gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
-	@awk -F':.*## ' '/^[a-z-]+:.*## /{printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F':.*## ' '/^[a-z -]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end, checked bit for bit
 	@$(BIN)/cpkv demo
@@ -39,6 +39,9 @@ soak: $(VENV)/.dev ## the long run: N = 8 and longer random schedules
 
 bench: $(VENV)/.dev ## CPU benchmarks; raw samples go to benchmarks/results
 	$(BIN)/python -m benchmarks
+
+bench-gpu test-gpu: ## not in this release: it computes on CPUs only
+	@echo "$@: this release computes on CPUs only; there is no GPU code to run yet" >&2; exit 1
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

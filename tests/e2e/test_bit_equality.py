@@ -110,3 +110,26 @@ def test_one_flipped_byte_of_one_page_is_found_and_named(tmp_path: Path) -> None
     assert difference is not None
     assert difference.batch == 2
     assert difference.first_bits != difference.second_bits
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("kv_read", "split"), [("pull", "in-seq-split"), ("collective", "round-robin-split")]
+)
+def test_eight_ranks_change_no_bit_either(kv_read: str, split: str, tmp_path: Path) -> None:
+    shared, replicated = tmp_path / "shared", tmp_path / "replicated"
+    config = small_config(
+        attention_context_parallel_size=8,
+        max_total_tokens=256,
+        kv_read=kv_read,
+        nsa_prefill_cp_mode=split,
+        record_batches=shared,
+    )
+    with running(config, tmp_path / "log") as served:
+        assert served.get("/server_info").json()["max_total_num_tokens"] == 8 * 256
+        for wave in conversation():
+            send(served, wave)
+        replay_replicated(served.cluster, shared, replicated, on_progress=no_progress)
+    found = compare_recordings(shared, replicated, 8)
+    assert found.difference is None
+    assert found.decode_rows == sum(map(len, conversation())) * (OUTPUT_TOKENS - 1)
