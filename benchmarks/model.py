@@ -6,12 +6,14 @@ Samples are CPU seconds of this process, which runs one thread: the goals are in
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.micro.interleave import interleaved
+from benchmarks.one_thread import one_thread
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import ScheduleRun
@@ -27,18 +29,10 @@ DECODE_STEPS = 20
 REQUESTS = 4
 
 
+@one_thread()
+@torch.inference_mode()  # as the engine calls it
 def run(progress: Progress) -> Measurement:
     """Time prefill and decode on the real pool of one rank, one thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _run(progress)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@torch.inference_mode()  # as the engine calls it
-def _run(progress: Progress) -> Measurement:
     transformer = Transformer.load(demo_checkpoint_directory())
     requests = [PlannedRequest(prompt(seed, PROMPT_TOKENS + 1)) for seed in range(REQUESTS)]
     chunks = [in_chunks(r, 0, (CHUNK_TOKENS,), PROMPT_TOKENS) for r in range(REQUESTS)]
@@ -61,7 +55,7 @@ def _run(progress: Progress) -> Measurement:
             "decode_steps_a_sample": DECODE_STEPS,
             "context_tokens": PROMPT_TOKENS,
         },
-        _cpu_seconds(functions, progress),
+        interleaved(functions, ROUNDS, progress, time.process_time),
         [
             # One second a thousand tokens, and 10 ms a request and step.
             Goal(prefill, PROMPT_TOKENS / 1000),
@@ -69,21 +63,6 @@ def _run(progress: Progress) -> Measurement:
             Goal(together, 0.010 * DECODE_STEPS * REQUESTS),
         ],
     )
-
-
-def _cpu_seconds(
-    functions: Mapping[str, Callable[[], object]], progress: Progress
-) -> dict[str, list[float]]:
-    samples: dict[str, list[float]] = {name: [] for name in functions}
-    total = ROUNDS * len(functions)
-    for step in range(total):
-        name = list(functions)[step % len(functions)]
-        progress(name, step, total)
-        started = time.process_time()
-        functions[name]()
-        samples[name].append(time.process_time() - started)
-    progress("done", total, total)
-    return samples
 
 
 def _forward_all(rank: ScheduleRun, batches: list[list[Span]]) -> None:

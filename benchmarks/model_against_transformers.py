@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.one_thread import one_thread
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import ScheduleRun
@@ -29,18 +30,10 @@ PAGE_SIZE = 64
 ROUNDS = 5
 
 
+@one_thread()
+@torch.inference_mode()
 def run(progress: Progress) -> Measurement:
     """Time both, in turn."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return _run(progress)
-    finally:
-        torch.set_num_threads(threads)
-
-
-@torch.inference_mode()
-def _run(progress: Progress) -> Measurement:
     transformers.utils.logging.disable_progress_bar()
     checkpoint = demo_checkpoint_directory()
     theirs: Any = transformers.AutoModelForCausalLM.from_pretrained(

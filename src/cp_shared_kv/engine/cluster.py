@@ -32,7 +32,7 @@ from cp_shared_kv.engine.sizing import (
     free_memory_bytes,
     resolve_limits,
 )
-from cp_shared_kv.errors import StartStoppedError, StartupError
+from cp_shared_kv.errors import InvariantError, StartStoppedError, StartupError
 from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY
 
 START_SECONDS = 180.0
@@ -87,7 +87,14 @@ class Cluster:
         )
         check_shared_memory(self.limits)
         self._model = model
-        self.spec: RunSpec
+        self._spec: RunSpec | None = None
+
+    @property
+    def spec(self) -> RunSpec:
+        """What the children were told. InvariantError before the start."""
+        if self._spec is None:
+            raise InvariantError("a cluster was asked for its run before its start")
+        return self._spec
 
     def __enter__(self) -> Self:
         try:
@@ -107,7 +114,7 @@ class Cluster:
 
     def _start(self) -> None:
         self._run_dir = _make_run_dir()
-        self.spec = RunSpec(
+        self._spec = RunSpec(
             run_id=secrets.token_hex(4),
             run_dir=str(self._run_dir),
             supervisor_pid=os.getpid(),
@@ -118,10 +125,10 @@ class Cluster:
             vocab_size=self._model.config.vocab_size,
             eos_token_ids=self._model.config.eos_token_ids,
         )
-        run_file = self.spec.save()
+        run_file = self._spec.save()
         inbox = zmq.Context.instance().socket(zmq.PULL)
         inbox.linger = 0
-        inbox.bind(self.spec.endpoints.supervisor)
+        inbox.bind(self._spec.endpoints.supervisor)
         try:
             for rank in range(self.config.cp_size):
                 self._spawn(f"rank-{rank}", [CHILD_MODULE, "rank", str(run_file), str(rank)])
@@ -222,8 +229,8 @@ class Cluster:
         if self._run_dir is None:
             return
         # Regions are unlinked once mapped; one that a killed child left half-way goes here.
-        if hasattr(self, "spec"):
-            for region in Path(SHARED_MEMORY_DIRECTORY).glob(f"cpkv-{self.spec.run_id}-*"):
+        if self._spec is not None:
+            for region in Path(SHARED_MEMORY_DIRECTORY).glob(f"cpkv-{self._spec.run_id}-*"):
                 region.unlink(missing_ok=True)
         shutil.rmtree(self._run_dir, ignore_errors=True)
         self._run_dir = None

@@ -67,11 +67,13 @@ class ModelRunner:
         hidden = self._transformer.forward(torch.from_numpy(batch.tokens()[mine]), kv.positions, kv)
         # The last token of a prompt chooses the first output token; its row is on one rank.
         last_index = np.cumsum([r.new_tokens for r in batch.requests]) - 1
-        row_of = {int(flat): row for row, flat in enumerate(mine)}
+        rows_of_last = np.searchsorted(mine, last_index)  # `mine` ascends
         wanted = [
-            (request.room, row_of[int(flat)])
-            for request, flat in zip(batch.requests, last_index, strict=True)
-            if request.last and int(flat) in row_of
+            (request.room, row)
+            for request, flat, row in zip(
+                batch.requests, last_index.tolist(), rows_of_last.tolist(), strict=True
+            )
+            if request.last and row < len(mine) and mine[row] == flat
         ]
         rows = torch.tensor([row for _, row in wanted], dtype=torch.int64)
         if self._log is None:
