@@ -64,8 +64,15 @@ class ApiError(Exception):
         return Response(self.body(), self.status, self.headers, media_type="application/json")
 
 
-SERVER_STOPPING = ApiError(503, "the server is stopping", code="unavailable")
-"""To those who are still waiting when the server will not wait any longer."""
+STOPPING = "the server is stopping"
+SERVER_STOPPING = ApiError(
+    503,
+    STOPPING,
+    code="unavailable",
+    # The client's next connection may lead to a server that stays.
+    headers={"retry-after": _RETRY_AFTER_SECONDS, "connection": "close"},
+)
+"""To those who come too late, or still wait when the server will not wait any longer."""
 
 
 async def answer_api_error(_request: Request, error: Exception) -> Response:

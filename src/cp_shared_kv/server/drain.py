@@ -6,10 +6,9 @@ import asyncio
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from cp_shared_kv.server.api_error import ApiError
+from cp_shared_kv.server.api_error import SERVER_STOPPING
 
 GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
-STOPPING = "the server is stopping"
 
 
 class Gate:
@@ -50,10 +49,7 @@ class Drain:
             await self._app(scope, receive, send)
             return
         if self._gate.closed:
-            # The client's next connection may lead to a server that stays.
-            headers = {"retry-after": "1", "connection": "close"}
-            refusal = ApiError(503, STOPPING, code="unavailable", headers=headers)
-            await refusal.response()(scope, receive, send)
+            await SERVER_STOPPING.response()(scope, receive, send)
             return
         self._gate.enter()
         try:

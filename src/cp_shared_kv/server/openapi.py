@@ -66,7 +66,11 @@ class ErrorDetail(msgspec.Struct):
 
 
 class ErrorBody(msgspec.Struct):
-    """Every answer with a status of 400 or more, and the last event of a stream that failed."""
+    """Every answer with a status of 400 or more, and the last event of a stream that failed.
+
+    503 comes with Retry-After: the queue is full (code `overloaded`), or the server or its engine
+    is not there (`unavailable`). 504 (`timeout`): the request's own `timeout` has passed.
+    """
 
     error: ErrorDetail
 

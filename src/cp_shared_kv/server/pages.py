@@ -19,8 +19,8 @@ from cp_shared_kv.engine.api import (
     Sampling,
 )
 from cp_shared_kv.server.access_log import record_of
-from cp_shared_kv.server.api_error import ApiError
-from cp_shared_kv.server.drain import STOPPING, Gate
+from cp_shared_kv.server.api_error import STOPPING, ApiError
+from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation import RequestMeter, generate
 from cp_shared_kv.server.loads import loads
