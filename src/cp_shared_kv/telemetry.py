@@ -40,9 +40,9 @@ def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> M
 # Capacity and use of the prefill pool, in logical tokens ---------------------------------------
 
 MAX_TOTAL_NUM_TOKENS = _gauge(
-    "sglang:max_total_num_tokens", "tokens", "Logical KV tokens that the prefill group holds."
+    "sglang:max_total_num_tokens", "tokens", "Logical KV tokens that the prefill groups hold."
 )
-NUM_PAGES = _gauge("sglang:num_pages", "pages", "Logical KV pages that the prefill group holds.")
+NUM_PAGES = _gauge("sglang:num_pages", "pages", "Logical KV pages that the prefill groups hold.")
 PAGE_SIZE = _gauge("sglang:page_size", "tokens", "Tokens of a KV page.")
 NUM_USED_TOKENS = _gauge(
     "sglang:num_used_tokens",
@@ -79,28 +79,44 @@ KV_CACHE_MEMORY_USAGE_GB = _gauge(
 PHYSICAL_TOKENS_PER_RANK = _gauge(
     "cpkv:physical_tokens_per_rank", "tokens", "Physical KV tokens that one rank holds."
 )
-CP_SIZE = _gauge("cpkv:cp_size", "ranks", "Ranks of the prefill context-parallel group.")
+CP_SIZE = _gauge("cpkv:cp_size", "ranks", "Ranks of a prefill context-parallel group.")
+PREFILL_GROUPS = _gauge("cpkv:prefill_groups", "groups", "Prefill groups of this server.")
+DECODE_WORKERS = _gauge("cpkv:decode_workers", "workers", "Decode workers of this server.")
 LONGEST_PROMPT_TOKENS = _gauge(
     "cpkv:longest_prompt_tokens", "tokens", "Longest prompt that can be served."
 )
 OWNER_FREE_PAGES = _gauge(
-    "cpkv:owner_free_pages", "pages", "Free logical pages that this rank owns.", "cp_rank"
+    "cpkv:owner_free_pages",
+    "pages",
+    "Free logical pages that this rank owns.",
+    "dp_rank",
+    "cp_rank",
 )
 SCRATCH_BYTES = _gauge(
-    "cpkv:scratch_bytes", "bytes", "Scratch for prefix reads that this rank holds.", "cp_rank"
+    "cpkv:scratch_bytes",
+    "bytes",
+    "Scratch for prefix reads that this rank holds.",
+    "dp_rank",
+    "cp_rank",
 )
 SCRATCH_LIMIT_BYTES = _gauge(
     "cpkv:scratch_limit_bytes", "bytes", "Most scratch for prefix reads that one rank may hold."
 )
-DECODE_TOKENS = _gauge("cpkv:decode_tokens", "tokens", "KV tokens that the decode worker holds.")
+DECODE_TOKENS = _gauge("cpkv:decode_tokens", "tokens", "KV tokens that one decode worker holds.")
 DECODE_USED_TOKENS = _gauge(
-    "cpkv:decode_used_tokens", "tokens", "KV tokens that the decode worker has set aside."
+    "cpkv:decode_used_tokens", "tokens", "KV tokens that the decode workers have set aside."
 )
 
 # Requests --------------------------------------------------------------------------------------
 
 ENGINE_UP = _gauge(
     "cpkv:engine_up", "bool", "1 while the engine can serve; else 0, and its figures are left out."
+)
+RESTARTS_TOTAL = _counter(
+    "cpkv:restarts_total",
+    "lives",
+    "Lives of a prefill group or decode worker that ended before the server did.",
+    "unit",
 )
 NUM_RUNNING_REQS = _gauge(
     "sglang:num_running_reqs", "requests", "Requests in prefill, in transfer or in decode."
@@ -146,16 +162,17 @@ NUM_TRANSFER_FAILED_REQS_TOTAL = _counter(
     "sglang:num_transfer_failed_reqs_total", "requests", "Requests whose KV transfer failed."
 )
 SENT_PAGES_TOTAL = _counter(
-    "cpkv:sent_pages_total", "pages", "KV pages this rank sent to decode.", "cp_rank"
+    "cpkv:sent_pages_total", "pages", "KV pages this rank sent to decode.", "dp_rank", "cp_rank"
 )
 SENT_DESCRIPTORS_TOTAL = _counter(
     "cpkv:sent_descriptors_total",
     "descriptors",
     "Contiguous byte ranges that those pages were sent in.",
+    "dp_rank",
     "cp_rank",
 )
 SENT_BYTES_TOTAL = _counter(
-    "cpkv:sent_bytes_total", "bytes", "KV bytes this rank sent to decode.", "cp_rank"
+    "cpkv:sent_bytes_total", "bytes", "KV bytes this rank sent to decode.", "dp_rank", "cp_rank"
 )
 
 # What clients see ------------------------------------------------------------------------------

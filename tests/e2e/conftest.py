@@ -1,4 +1,4 @@
-"""A running cluster for the tests of this folder."""
+"""Running clusters for the tests of this folder."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ import pytest
 import zmq
 
 from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import BatchDone, BeginReplay, RoomConcluded
 from cp_shared_kv.testing.running_cluster import Running
 from cp_shared_kv.transfer.messages import Concluded
@@ -21,7 +22,7 @@ def strange_messages(served: Running) -> dict[str, list[msgspec.Struct]]:
     spec = served.cluster.spec
     hello = spec.hello(role="prefill", epoch=7, session_id="stranger", physical_pages=16)
     return {
-        spec.endpoints.decode: [
+        spec.endpoints.inbox(Life("decode", 0, 1)): [
             hello,
             msgspec.structs.replace(hello, page_size=32),
             BeginReplay(prefill_epoch=7, record="/nonexistent"),
@@ -36,7 +37,7 @@ def strange_messages(served: Running) -> dict[str, list[msgspec.Struct]]:
                 total_positions=0,
             ),
         ],
-        spec.endpoints.ranks: [
+        spec.endpoints.inbox(Life("prefill", 0, 1)): [
             BatchDone(rank=0, batch_id=10**6, tokens=[], scratch_bytes=0),
             BatchDone(rank=1, batch_id=10**6, tokens=[], scratch_bytes=0),
             RoomConcluded(rank=0, room=1, pages=0, descriptors=0, bytes=0),
@@ -71,5 +72,8 @@ def test_a_strangers_messages_are_refused_and_requests_go_on(served: Running, bu
         time.sleep(0.1)
     for socket in sockets:
         socket.close()
-    assert served.cluster.lost_child() is None
+    assert {name: served.cluster.life(name).number for name in ("prefill-0", "decode-0")} == {
+        "prefill-0": 1,
+        "decode-0": 1,
+    }
     assert served.get("/health").status_code == 200

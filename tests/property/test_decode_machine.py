@@ -37,17 +37,21 @@ from cp_shared_kv.engine.codecs import (
 )
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.decode import DecodeEngine
+from cp_shared_kv.engine.decode_room import PrefillPeer
 from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    Paired,
     RoomConcluded,
     RoomRefused,
     RoomToken,
     Submit,
     Tokens,
 )
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.request import Stage
 from cp_shared_kv.engine.run_spec import PageLayout, RunSpec
@@ -70,6 +74,7 @@ from cp_shared_kv.transfer.messages import (
 from cp_shared_kv.transfer.prefill_session import PrefillSession, PrefillState
 
 EPOCH, DECODE_EPOCH = 100, 200
+DECODE = Life("decode", 0, 1)
 PAGE_SIZE, CP_SIZE, VOCAB, EOS = 4, 2, 100, 14
 Prompt = tuple[int, ...]
 
@@ -271,11 +276,13 @@ class DecodeMachine(RuleBasedStateMachine):
         self.controller = PrefillController(
             self.run_spec(chunk_tokens, decode_tokens),
             epoch=EPOCH,
-            decode_epoch=DECODE_EPOCH,
             to_server=lambda m: self.put("controller", "server", m),
             to_ranks=lambda m: [self.put("controller", f"rank {r}", m) for r in range(CP_SIZE)],
-            to_decode=lambda m: self.put("controller", "decode", m),
         )
+        self.decode_peer = DecodePeer(
+            DECODE, DECODE_EPOCH, send=lambda m: self.put("controller", "decode", m)
+        )
+        self.controller.paired(self.decode_peer)
         self.pool = self.controller.scheduler.pool
         self.decode_pool = LogicalPool(KVCapacity(decode_pages, PAGE_SIZE, 1), prefix_caching=False)
         self.decode = DecodeEngine(
@@ -286,11 +293,14 @@ class DecodeMachine(RuleBasedStateMachine):
             max_running=max_running,
             vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
-            to_controller=lambda m: self.put("decode", "controller", m),
-            to_rank=lambda r, m: self.put("decode", f"rank {r}", m),
             to_server=lambda m: self.put("decode", "server", m),
         )
-        self.decode.prefill_epoch = EPOCH
+        self.prefill_peer = PrefillPeer(
+            Life("prefill", 0, 1),
+            EPOCH,
+            to_controller=lambda m: self.put("decode", "controller", m),
+            to_rank=lambda r, m: self.put("decode", f"rank {r}", m),
+        )
         self.max_running = max_running
         self.ranks = [Rank(self, rank) for rank in range(CP_SIZE)]
         self.next_room = 1
@@ -340,11 +350,16 @@ class DecodeMachine(RuleBasedStateMachine):
 
     def deliver(self, sender: str, receiver: str) -> None:
         data = self.links[sender, receiver].popleft()
-        if receiver == "decode":
+        if receiver == "decode" and sender == "server":
+            cancelled = FROM_SERVER.decode(data)
+            assert isinstance(cancelled, Cancel)
+            self.decode.cancel(cancelled.room, "the client went away")
+        elif receiver == "decode":
             self.to_decode(TO_DECODE.decode(data))
         elif receiver == "controller":
             if sender == "decode":
-                self.controller.on_decode(DECODE_TO_CONTROLLER.decode(data))  # type: ignore[arg-type]
+                message = DECODE_TO_CONTROLLER.decode(data)
+                self.controller.on_decode(self.decode_peer, message)  # type: ignore[arg-type]
             elif sender == "server":
                 self.controller.on_server(FROM_SERVER.decode(data))
             else:
@@ -362,13 +377,13 @@ class DecodeMachine(RuleBasedStateMachine):
     def to_decode(self, message: msgspec.Struct) -> None:
         match message:
             case Offer():
-                self.decode.on_offer(message)
+                self.decode.on_offer(self.prefill_peer, message)
             case FirstToken():
-                self.decode.on_first_token(message)
+                self.decode.on_first_token(self.prefill_peer, message)
             case AbortRoom() | Withdrawn():
-                self.decode.on_stop(message)
+                self.decode.on_stop(self.prefill_peer, message)
             case _:
-                self.decode.on_transfer(message)  # type: ignore[arg-type]
+                self.decode.on_transfer(self.prefill_peer, message)  # type: ignore[arg-type]
 
     def waiting_links(self) -> list[tuple[str, str]]:
         return sorted(link for link, queue in self.links.items() if queue)
@@ -404,6 +419,7 @@ class DecodeMachine(RuleBasedStateMachine):
         self.clients[room].harmed = too_long or pages > self.decode_pages
         submit = Submit(
             room=room,
+            decode=str(DECODE),
             token_ids=pack_int64(np.array(prompt, np.int64)),
             max_tokens=max_tokens,
             sampling=SamplingParams(ignore_eos=ignore_eos),
@@ -423,8 +439,11 @@ class DecodeMachine(RuleBasedStateMachine):
             room = data.draw(st.sampled_from(there), label="room")
             self.clients[room].cancelled = True
             self.put("server", "controller", Cancel(room=room))
+            self.put("server", "decode", Cancel(room=room))
 
     def on_server(self, sender: str, message: msgspec.Struct) -> None:
+        if isinstance(message, Paired):
+            return
         assert isinstance(message, Tokens | Admitted | RoomRefused)
         client = self.clients[message.room]
         if isinstance(message, Admitted):

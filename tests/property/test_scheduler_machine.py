@@ -20,6 +20,8 @@ from hypothesis.stateful import (
 )
 
 from cp_shared_kv.engine.batch import Batch, BatchRequest
+from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.layout.capacity import KVCapacity
@@ -29,6 +31,7 @@ from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom, SamplingParams
 
 PAGE_SIZE = 4
+DECODE = DecodePeer(Life("decode", 0, 1), 2, send=lambda message: None)
 EPOCH = 7
 Prompt = tuple[int, ...]
 
@@ -105,6 +108,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler.submit(
             PrefillRequest(
                 room=room,
+                decode=DECODE,
                 token_ids=tokens,
                 max_tokens=3,
                 sampling=SamplingParams(),

@@ -14,16 +14,20 @@ import zmq
 import zmq.asyncio
 
 from cp_shared_kv.engine import client as client_module
+from cp_shared_kv.engine import figures as figures_module
 from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, TokenChunk
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
     DecodeStats,
     Flush,
     Flushed,
+    Paired,
     PrefillStats,
+    ProcessDown,
     Registered,
     RoomRefused,
     StatsRequest,
@@ -34,6 +38,7 @@ from cp_shared_kv.transfer.codec import unpack_int64
 
 M = TypeVar("M", bound=msgspec.Struct)
 _addresses = itertools.count()
+GROUP, DECODE = Life("prefill", 0, 1), Life("decode", 0, 1)
 
 DESCRIPTION = EngineDescription(
     model_name="tiny",
@@ -60,8 +65,8 @@ class Engine:
     def __init__(self) -> None:
         address = f"inproc://engine-client-{next(_addresses)}"
         self.client = ClusterClient(address, DESCRIPTION)
-        self.prefill = self._socket(address, b"prefill-0")
-        self.decode = self._socket(address, b"decode-0")
+        self.prefill = self._socket(address, GROUP.identity)
+        self.decode = self._socket(address, DECODE.identity)
 
     def _socket(self, address: str, identity: bytes) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -72,10 +77,11 @@ class Engine:
 
     async def start(self) -> None:
         starting = asyncio.create_task(self.client.start())
-        await self.prefill.send(encode(Registered(role="prefill")))
+        await self.prefill.send(encode(Registered()))
+        await self.decode.send(encode(Registered()))
         await asyncio.sleep(0.01)
         assert self.client.healthy() == (False, "the engine is starting")
-        await self.decode.send(encode(Registered(role="decode")))
+        await self.prefill.send(encode(Paired(decode=str(DECODE))))
         await starting
 
     async def close(self) -> None:
@@ -280,16 +286,17 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
         assert (stats.prompt_tokens_total, stats.cached_tokens_total) == (30, 8)
         assert (stats.generated_tokens_total, stats.evicted_tokens_total) == (50, 12)
         assert stats.failed_transfers_total == 7
-        assert list(stats.sent_pages_total) == [4, 5]
-        assert list(stats.sent_bytes_total) == [10, 20]
-        assert list(stats.scratch_bytes) == [7, 7]
+        assert list(stats.prefill[0].sent_pages_total) == [4, 5]
+        assert list(stats.prefill[0].sent_bytes_total) == [10, 20]
+        assert list(stats.prefill[0].scratch_bytes) == [7, 7]
         assert stats.requests_total == {"finished": 1, "refused": 1, "failed": 1, "aborted": 1}
 
     with_engine(test)
 
 
 def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+    for module in (client_module, figures_module):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(EngineRefusal, match="no figures from the engine") as refused:
@@ -309,7 +316,8 @@ def test_an_engine_that_answers_a_ping_is_healthy_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(client_module, "PING_SECONDS", 0.01)
 
     async def test(engine: Engine) -> None:
-        engine.client._last_answer_seconds -= 1000.0
+        for life in engine.client._heard_seconds:
+            engine.client._heard_seconds[life] -= 1000.0
         healthy, why = engine.client.healthy()
         assert not healthy
         assert "has not answered for 100" in why
@@ -346,7 +354,9 @@ def test_a_prompt_too_large_to_send_is_refused_and_forgotten() -> None:
     with_engine(test)
 
 
-def test_a_process_that_is_gone_is_named() -> None:
+def test_a_process_that_is_gone_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_module, "HOLD_SECONDS", 0.1)
+
     async def test(engine: Engine) -> None:
         engine.prefill.close()
         await asyncio.sleep(0.05)
@@ -369,7 +379,8 @@ def test_a_flush_is_answered_with_the_pages_dropped() -> None:
 
 
 def test_a_flush_that_is_not_answered_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+    for module in (client_module, figures_module):
+        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(EngineRefusal, match="no answer from the engine") as refused:

@@ -13,6 +13,8 @@ import torch
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
 from cp_shared_kv.engine.decode import DecodeEngine
+from cp_shared_kv.engine.decode_room import PrefillPeer
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import RoomRefused, Tokens
 from cp_shared_kv.engine.recording import MessageLog, read_messages
 from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
@@ -74,12 +76,15 @@ class Decode:
             max_running=max_running,
             vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
-            to_controller=lambda message: self.sent.append(("controller", message)),
-            to_rank=lambda rank, message: self.sent.append((f"rank {rank}", message)),  # type: ignore[arg-type]
             to_server=lambda message: self.sent.append(("server", message)),
             log=None if log is None else MessageLog(log),
         )
-        self.engine.prefill_epoch = PREFILL_EPOCH
+        self.peer = PrefillPeer(
+            Life("prefill", 0, 1),
+            PREFILL_EPOCH,
+            to_controller=lambda message: self.sent.append(("controller", message)),
+            to_rank=lambda rank, message: self.sent.append((f"rank {rank}", message)),  # type: ignore[arg-type]
+        )
 
     def take(self) -> list[tuple[End, msgspec.Struct]]:
         """What was sent since the last call."""
@@ -92,22 +97,24 @@ class Decode:
 
     def offer(self, room: int, tokens: int = 6, max_tokens: int = 4, **sampling: Any) -> None:
         self.engine.on_offer(
+            self.peer,
             Offer(
                 **FROM_PREFILL,
                 room=room,
                 token_ids=pack_int64(np.arange(tokens)),
                 max_tokens=max_tokens,
                 sampling=SamplingParams(**sampling),
-            )
+            ),
         )
 
     def first_token(self, room: int, token: int = 10) -> None:
-        self.engine.on_first_token(FirstToken(**FROM_PREFILL, room=room, token_id=token))
+        self.engine.on_first_token(self.peer, FirstToken(**FROM_PREFILL, room=room, token_id=token))
 
     def send(self, room: int, rank: int, pages: int = 2) -> None:
         """The rank sends its pages (those with position % 2 == rank) and concludes."""
         positions = np.arange(rank, pages, CP_SIZE)
         self.engine.on_transfer(
+            self.peer,
             Sent(
                 **FROM_PREFILL,
                 room=room,
@@ -116,9 +123,9 @@ class Decode:
                 positions=pack_int64(positions),
                 descriptors=1,
                 nbytes=8,
-            )
+            ),
         )
-        self.engine.on_transfer(self.success(room, rank, len(positions)))
+        self.engine.on_transfer(self.peer, self.success(room, rank, len(positions)))
 
     def success(self, room: int, rank: int, positions: int = 1) -> Concluded:
         return Concluded(
@@ -133,6 +140,7 @@ class Decode:
 
     def fail(self, room: int, rank: int, quiescent: bool = True) -> None:
         self.engine.on_transfer(
+            self.peer,
             Concluded(
                 **FROM_PREFILL,
                 room=room,
@@ -142,7 +150,7 @@ class Decode:
                 quiescent=quiescent,
                 sent_chunks=0,
                 total_positions=0,
-            )
+            ),
         )
 
     def run(
@@ -447,7 +455,9 @@ def test_logprobs_are_told_with_every_token_and_the_first_ones_are_prefills() ->
     decode = Decode()
     decode.offer(1, max_tokens=3, logprobs=1)
     first = SampledLogprobs(logprob=-0.25, top=((10, -0.25),))
-    decode.engine.on_first_token(FirstToken(**FROM_PREFILL, room=1, token_id=10, logprobs=first))
+    decode.engine.on_first_token(
+        decode.peer, FirstToken(**FROM_PREFILL, room=1, token_id=10, logprobs=first)
+    )
     decode.send(1, 0)
     decode.send(1, 1)
     told = decode.steps()
@@ -491,10 +501,10 @@ def test_an_offer_that_waits_is_forgotten(message: AbortRoom | Withdrawn) -> Non
     decode.run(1, tokens=30)
     decode.offer(2, tokens=30)
     decode.offer(3, tokens=4, max_tokens=1)
-    decode.engine.on_stop(message)
+    decode.engine.on_stop(decode.peer, message)
     assert decode.engine.stats(1).waiting == 1
     assert decode.taken(RoomRefused) == []  # prefill tells the client
-    decode.engine.on_stop(message)  # unknown by now
+    decode.engine.on_stop(decode.peer, message)  # unknown by now
 
 
 def test_a_stopped_head_of_the_queue_lets_the_next_offer_through() -> None:
@@ -503,7 +513,7 @@ def test_a_stopped_head_of_the_queue_lets_the_next_offer_through() -> None:
     decode.offer(2, tokens=20)
     decode.offer(3, tokens=4, max_tokens=1)
     assert decode.take() == []
-    decode.engine.on_stop(withdraw(2))
+    decode.engine.on_stop(decode.peer, withdraw(2))
     assert [reserve.room for reserve in decode.taken(Reserve)] == [3]
 
 
@@ -511,7 +521,7 @@ def test_a_withdrawn_reservation_is_free_at_once() -> None:
     decode = Decode()
     decode.offer(1)
     decode.take()
-    decode.engine.on_stop(withdraw(1))
+    decode.engine.on_stop(decode.peer, withdraw(1))
     assert decode.free_tokens == 40
     (refused,) = decode.taken(RoomRefused)
     assert (refused.room, refused.kind) == (1, "failed")
@@ -522,13 +532,13 @@ def test_the_pages_of_a_stopped_room_are_free_when_no_rank_can_write_them() -> N
     decode = Decode()
     decode.offer(1)
     decode.take()
-    decode.engine.on_stop(stop(1))
+    decode.engine.on_stop(decode.peer, stop(1))
     assert len(decode.taken(RoomRefused)) == 1
     decode.fail(1, 0)
     assert decode.free_tokens == 28
     decode.fail(1, 1, quiescent=False)
     assert decode.free_tokens == 28
-    decode.engine.on_transfer(Quiesced(**FROM_PREFILL, room=1, rank=1))
+    decode.engine.on_transfer(decode.peer, Quiesced(**FROM_PREFILL, room=1, rank=1))
     assert decode.free_tokens == 40
     assert decode.taken(RoomRefused) == []  # it was said once
 
@@ -554,7 +564,7 @@ def test_pages_of_a_failed_room_are_not_given_to_the_next_before_they_are_quiet(
     decode.fail(1, 0, quiescent=False)
     decode.send(1, 1, pages=0)
     assert [reserve.room for reserve in decode.taken(Reserve)] == [1]
-    decode.engine.on_transfer(Quiesced(**FROM_PREFILL, room=1, rank=0))
+    decode.engine.on_transfer(decode.peer, Quiesced(**FROM_PREFILL, room=1, rank=0))
     assert [reserve.room for reserve in decode.taken(Reserve)] == [2]
 
 
@@ -574,7 +584,7 @@ def test_a_running_request_that_is_stopped_ends_at_once() -> None:
     decode.run(1)
     decode.engine.step()
     decode.take()
-    decode.engine.on_stop(stop(1))
+    decode.engine.on_stop(decode.peer, stop(1))
     assert decode.take() == [("server", tokens(1, end="abort"))]
     assert not decode.engine.has_work
     assert decode.free_tokens == 40
@@ -586,7 +596,7 @@ def test_a_covered_request_without_its_first_token_is_stopped() -> None:
     decode.send(1, 0)
     decode.send(1, 1)
     decode.take()
-    decode.engine.on_stop(stop(1))
+    decode.engine.on_stop(decode.peer, stop(1))
     assert decode.free_tokens == 40
     decode.first_token(1)
     assert not decode.engine.has_work
@@ -610,7 +620,7 @@ def test_the_last_word_on_a_forgotten_room_is_acknowledged(of: str) -> None:
     late = decode.success(1, 0)
     if of == "quiesced":
         late = Quiesced(**FROM_PREFILL, room=1, rank=0)
-    decode.engine.on_transfer(late)
+    decode.engine.on_transfer(decode.peer, late)
     assert decode.take() == [("rank 0", Acknowledged(**TO_PREFILL, room=1, rank=0, of=of))]  # type: ignore[arg-type]
 
 
@@ -644,14 +654,14 @@ def test_messages_of_another_life_are_refused_in_every_state(
     before = decode.engine.stats(1)
     offer = Offer(**life, room=1, token_ids=pack_int64(np.arange(6)), max_tokens=4)
     with pytest.raises(ProtocolError, match="another life"):
-        decode.engine.on_offer(offer)
+        decode.engine.on_offer(decode.peer, offer)
     with pytest.raises(ProtocolError, match="another life"):
-        decode.engine.on_first_token(FirstToken(**life, room=1, token_id=5))
+        decode.engine.on_first_token(decode.peer, FirstToken(**life, room=1, token_id=5))
     for message in (AbortRoom(**life, room=1, reason="x"), Withdrawn(**life, room=1, reason="x")):
         with pytest.raises(ProtocolError, match="another life"):
-            decode.engine.on_stop(message)
+            decode.engine.on_stop(decode.peer, message)
     if state != "waiting":  # no rank knows of a room that is not reserved
         with pytest.raises(ProtocolError, match="another life"):
-            decode.engine.on_transfer(Quiesced(**life, room=1, rank=0))
+            decode.engine.on_transfer(decode.peer, Quiesced(**life, room=1, rank=0))
     assert decode.take() == []
     assert decode.engine.stats(1) == before

@@ -14,12 +14,14 @@ from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
     Flush,
     Flushed,
+    Paired,
     PrefillStats,
     RoomConcluded,
     RoomRefused,
@@ -27,6 +29,7 @@ from cp_shared_kv.engine.messages import (
     StatsRequest,
     Submit,
 )
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.recording import read_messages
 from cp_shared_kv.engine.run_spec import PageLayout, RunSpec
@@ -45,6 +48,7 @@ from cp_shared_kv.transfer.messages import (
 from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 EPOCH, DECODE_EPOCH = 100, 200
+DECODE = Life("decode", 0, 1)
 PAGE_SIZE, CP_SIZE, VOCAB = 4, 2, 50
 FROM_DECODE: dict[str, Any] = {"epoch": DECODE_EPOCH, "peer_epoch": EPOCH}
 TO_DECODE: dict[str, Any] = {"epoch": EPOCH, "peer_epoch": DECODE_EPOCH}
@@ -97,11 +101,14 @@ class Controller:
         self.controller = PrefillController(
             run_spec(record, **changes),
             epoch=EPOCH,
-            decode_epoch=DECODE_EPOCH,
             to_server=lambda message: self.sent.append(("server", message)),
             to_ranks=lambda message: self.sent.append(("ranks", message)),
-            to_decode=lambda message: self.sent.append(("decode", message)),
         )
+        self.peer = DecodePeer(
+            DECODE, DECODE_EPOCH, send=lambda message: self.sent.append(("decode", message))
+        )
+        self.controller.paired(self.peer)
+        assert self.take() == [("server", Paired(decode=str(DECODE)))]
 
     def take(self) -> list[tuple[End, msgspec.Struct]]:
         """What was sent since the last call."""
@@ -117,6 +124,7 @@ class Controller:
     ) -> None:
         self.controller.on_server(
             Submit(
+                decode=str(DECODE),
                 room=room,
                 token_ids=pack_int64(np.arange(first, first + tokens)),
                 max_tokens=max_tokens,
@@ -126,12 +134,13 @@ class Controller:
 
     def reserve(self, room: int, pages: int = 2, first_position: int = 0) -> None:
         self.controller.on_decode(
+            self.peer,
             Reserve(
                 **FROM_DECODE,
                 room=room,
                 first_position=first_position,
                 physical_pages=pack_int64(np.arange(1, 1 + pages)),
-            )
+            ),
         )
 
     def start(self, room: int, tokens: int = 6) -> Batch:
@@ -422,7 +431,13 @@ def test_what_can_never_fit_is_refused_and_the_next_is_served(tokens: int, max_t
 def test_a_malformed_prompt_ends_alone(token_ids: bytes, max_tokens: int, reason: str) -> None:
     group = Controller()
     group.controller.on_server(
-        Submit(room=1, token_ids=token_ids, max_tokens=max_tokens, sampling=SamplingParams())
+        Submit(
+            room=1,
+            decode=str(DECODE),
+            token_ids=token_ids,
+            max_tokens=max_tokens,
+            sampling=SamplingParams(),
+        )
     )
     ((end, refusal),) = group.take()
     assert end == "server"
@@ -446,7 +461,7 @@ def test_what_decode_declines_is_refused() -> None:
     group = Controller()
     group.submit(1)
     group.take()
-    group.controller.on_decode(Declined(**FROM_DECODE, room=1, reason="no room, ever"))
+    group.controller.on_decode(group.peer, Declined(**FROM_DECODE, room=1, reason="no room, ever"))
     assert ("server", refused(1, "no room, ever")) in group.take()
     assert group.controller.scheduler.get(1) is None
 
@@ -455,7 +470,7 @@ def test_a_room_that_decode_declines_too_late_is_refused_once() -> None:
     group = Controller()
     group.submit(1)
     group.cancel(1)
-    group.controller.on_decode(Declined(**FROM_DECODE, room=1, reason="no room, ever"))
+    group.controller.on_decode(group.peer, Declined(**FROM_DECODE, room=1, reason="no room, ever"))
     assert group.taken(RoomRefused) == [refused(1, GONE)]
 
 
@@ -476,12 +491,13 @@ def test_a_malformed_reservation_ends_its_room_and_no_rank_sees_it(
     group.submit(1)
     group.take()
     group.controller.on_decode(
+        group.peer,
         Reserve(
             **FROM_DECODE,
             room=1,
             first_position=first_position,
             physical_pages=pack_int64(np.array(pages)),
-        )
+        ),
     )
     sent = group.take()
     assert [(end, type(message)) for end, message in sent] == [
@@ -510,7 +526,7 @@ def test_messages_of_another_epoch_are_refused_and_change_nothing(life: dict[str
         Released(**life, room=1),
     ):
         with pytest.raises(ProtocolError, match=f"another epoch: {type(message).__name__}"):
-            group.controller.on_decode(message)
+            group.controller.on_decode(group.peer, message)
     assert group.take() == []
     assert not group.controller.step()
     group.reserve(1)
@@ -611,7 +627,8 @@ def test_a_request_that_is_being_sent_is_stopped_until_all_have_concluded() -> N
     assert group.stats().locked_tokens == 0
 
 
-def test_a_request_that_is_decodes_alone_is_stopped_there() -> None:
+def test_a_request_that_is_decodes_alone_is_stopped_by_decode() -> None:
+    """The server tells both."""
     group = Controller()
     batch = group.start(1)
     for rank in range(CP_SIZE):
@@ -619,20 +636,20 @@ def test_a_request_that_is_decodes_alone_is_stopped_there() -> None:
         group.conclude(1, rank)
     group.take()
     group.cancel(1)
-    assert group.take() == [("decode", stop(1, GONE))]
+    assert group.take() == []
 
 
 def test_decode_stops_a_room_at_the_ranks() -> None:
     group = Controller()
     group.start(1)
     group.take()
-    group.controller.on_decode(AbortRoom(**FROM_DECODE, room=1, reason="sent twice"))
+    group.controller.on_decode(group.peer, AbortRoom(**FROM_DECODE, room=1, reason="sent twice"))
     assert ("ranks", stop(1, "sent twice")) in group.take()
 
 
 def test_decode_hears_that_a_room_it_stops_is_open_at_no_rank() -> None:
     group = Controller()
-    group.controller.on_decode(AbortRoom(**FROM_DECODE, room=9, reason="too late"))
+    group.controller.on_decode(group.peer, AbortRoom(**FROM_DECODE, room=9, reason="too late"))
     ((end, message),) = group.take()
     assert end == "decode"
     assert isinstance(message, Withdrawn)

@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.errors import InvariantError, ProtocolError
@@ -16,6 +18,7 @@ from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom, SamplingParams
 
 PAGE_SIZE = 4
+DECODE = DecodePeer(Life("decode", 0, 1), 2, send=lambda message: None)
 
 
 class Group:
@@ -37,6 +40,7 @@ class Group:
         token_ids = np.array(tokens, np.int64)
         request = PrefillRequest(
             room=room,
+            decode=DECODE,
             token_ids=token_ids,
             max_tokens=1,
             sampling=SamplingParams(),

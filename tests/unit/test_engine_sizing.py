@@ -317,10 +317,10 @@ def test_pools_that_fit_shared_memory_pass(monkeypatch: pytest.MonkeyPatch) -> N
     limits = limits_of(config(max_total_tokens=640))
     wanted = (4 * 11 + 41) * pool_spec().bytes_per_page
     give_shared_memory(monkeypatch, total=2**30, free=-(-wanted // 4096) * 4096)
-    check_shared_memory(limits)
+    check_shared_memory(limits, config())
     give_shared_memory(monkeypatch, total=2**30, free=wanted // 4096 * 4096 - 4096)
     with pytest.raises(CapacityError):
-        check_shared_memory(limits)
+        check_shared_memory(limits, config())
 
 
 def test_replicated_pools_need_no_shared_memory_but_decodes(
@@ -328,14 +328,14 @@ def test_replicated_pools_need_no_shared_memory_but_decodes(
 ) -> None:
     limits = limits_of(config("replicated", max_total_tokens=6400, decode_max_total_tokens=64))
     give_shared_memory(monkeypatch, total=2**30, free=2 * pool_spec().bytes_per_page + 4096)
-    check_shared_memory(limits)
+    check_shared_memory(limits, config())
 
 
 def test_a_full_shared_memory_is_refused_with_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     limits = limits_of(config(max_total_tokens=640))
     give_shared_memory(monkeypatch, total=2**33, free=8192)
     with pytest.raises(CapacityError) as refused:
-        check_shared_memory(limits)
+        check_shared_memory(limits, config())
     message = str(refused.value)
     assert "too little shared memory in /dev/shm" in message
     assert f"{85 * pool_spec().bytes_per_page} bytes wanted" in message
@@ -348,7 +348,7 @@ def test_a_containers_64_mb_have_their_own_message(monkeypatch: pytest.MonkeyPat
     limits = limits_of(config(max_total_tokens=128 * 1024))
     give_shared_memory(monkeypatch, total=64 * MIB, free=64 * MIB)
     with pytest.raises(CapacityError) as refused:
-        check_shared_memory(limits)
+        check_shared_memory(limits, config())
     message = str(refused.value)
     assert "a container's default of 64 MB" in message
     wanted = limits.decode_pool_bytes + 4 * limits.pool_bytes_per_rank

@@ -33,7 +33,7 @@ def with_model(config: EngineConfig) -> EngineConfig:
 
 
 def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
-    """Serve a model: a prefill group, a decode worker and an OpenAI-compatible HTTP server.
+    """Serve a model: prefill groups, decode workers and an OpenAI-compatible HTTP server.
 
     `--model-path demo` serves a tiny built-in model, made on first use. Four ranks that share
     one pool:
@@ -75,9 +75,8 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
             highlight=False,
         )
         while not stopped.wait(WATCH_SECONDS):
-            lost = cluster.lost_child()
-            if lost is not None:
-                raise StartupError(f"{lost}; the cluster stops")
+            if cluster.fatal is not None:
+                raise StartupError(f"{cluster.fatal}; the cluster stops")
         console.print("cpkv: stopping; answers under way may end (Ctrl-C again: at once)")
         cluster.drain(hurry)
     return 0

@@ -130,13 +130,22 @@ class EngineDescription:
     """Most tokens, prompt and output together, that the decode worker holds at once."""
     pool_bytes_per_rank: int
     scratch_limit_bytes: int
+    prefill_groups: int = 1
+    """Groups of `cp_size` ranks; the figures above are of one."""
+    decode_workers: int = 1
+    router_policy: Literal["longest_prefix", "least_loaded"] = "longest_prefix"
     config: Mapping[str, object]
     """The engine's settings as JSON-able values, by the names of their flags."""
 
     @property
     def logical_pages(self) -> int:
-        """Pages that the prefill group holds."""
+        """Pages that one prefill group holds."""
         return self.logical_tokens // self.page_size
+
+    @property
+    def total_logical_tokens(self) -> int:
+        """Tokens that all prefill groups together hold."""
+        return self.prefill_groups * self.logical_tokens
 
     @property
     def longest_prompt_tokens(self) -> int:
@@ -145,9 +154,13 @@ class EngineDescription:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineStats:
-    """Figures of one moment; what ends in `_total` only grows. Sequences run over the CP ranks."""
+class PrefillGroupStats:
+    """Figures of one prefill group; what ends in `_total` only grows within one life of it.
 
+    Sequences run over its CP ranks.
+    """
+
+    index: int
     available_tokens: int
     """Tokens of pages on the free list."""
     cached_tokens: int
@@ -157,27 +170,95 @@ class EngineStats:
     free_pages_per_owner: Sequence[int]
     queued_requests: int
     """Not yet admitted to prefill."""
-    prefill_requests: int
+    running_requests: int
     """Being computed or sent."""
-    decode_queued_requests: int
-    """Waiting for decode to set pages aside."""
-    decode_requests: int
-    """Decoding."""
-    decode_used_tokens: int
     prompt_tokens_total: int
     cached_tokens_total: int
     """Prompt tokens that were not computed because their prefix was in the cache."""
-    generated_tokens_total: int
     evicted_tokens_total: int
-    requests_total: Mapping[Outcome, int]
-    failed_transfers_total: int
     sent_pages_total: Sequence[int]
     sent_descriptors_total: Sequence[int]
     sent_bytes_total: Sequence[int]
     scratch_bytes: Sequence[int]
     """Scratch that each rank holds now."""
 
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeWorkerStats:
+    """Figures of one decode worker; what ends in `_total` only grows within one life of it."""
+
+    index: int
+    used_tokens: int
+    queued_requests: int
+    """Waiting for pages to be set aside."""
+    running_requests: int
+    generated_tokens_total: int
+    failed_transfers_total: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """Figures of one moment. The properties are sums over all that answered."""
+
+    prefill: Sequence[PrefillGroupStats]
+    decode: Sequence[DecodeWorkerStats]
+    requests_total: Mapping[Outcome, int]
+    restarts_total: Mapping[str, int]
+    """Lives that ended, by unit: `prefill-0`, `decode-0`."""
+
+    @property
+    def available_tokens(self) -> int:
+        return sum(group.available_tokens for group in self.prefill)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(group.cached_tokens for group in self.prefill)
+
+    @property
+    def locked_tokens(self) -> int:
+        return sum(group.locked_tokens for group in self.prefill)
+
     @property
     def used_tokens(self) -> int:
         """Tokens that cannot be had by eviction."""
         return self.locked_tokens
+
+    @property
+    def queued_requests(self) -> int:
+        return sum(group.queued_requests for group in self.prefill)
+
+    @property
+    def prefill_requests(self) -> int:
+        return sum(group.running_requests for group in self.prefill)
+
+    @property
+    def prompt_tokens_total(self) -> int:
+        return sum(group.prompt_tokens_total for group in self.prefill)
+
+    @property
+    def cached_tokens_total(self) -> int:
+        return sum(group.cached_tokens_total for group in self.prefill)
+
+    @property
+    def evicted_tokens_total(self) -> int:
+        return sum(group.evicted_tokens_total for group in self.prefill)
+
+    @property
+    def decode_queued_requests(self) -> int:
+        return sum(worker.queued_requests for worker in self.decode)
+
+    @property
+    def decode_requests(self) -> int:
+        return sum(worker.running_requests for worker in self.decode)
+
+    @property
+    def decode_used_tokens(self) -> int:
+        return sum(worker.used_tokens for worker in self.decode)
+
+    @property
+    def generated_tokens_total(self) -> int:
+        return sum(worker.generated_tokens_total for worker in self.decode)
+
+    @property
+    def failed_transfers_total(self) -> int:
+        return sum(worker.failed_transfers_total for worker in self.decode)

@@ -1,7 +1,7 @@
-"""Birth and death of a child process.
+"""Birth and death of a child process, and its link to the supervisor.
 
-A child reports to the supervisor that it is ready, or in one line why it is not. It dies with its
-supervisor and leaves interrupts to it.
+A child reports that it is ready, or in one line why it is not, and then that it lives. It dies
+with its supervisor and leaves interrupts to it.
 """
 
 from __future__ import annotations
@@ -11,36 +11,64 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
+from typing import Literal
 
 import msgspec
 import zmq
 
+from cp_shared_kv.engine.codecs import FROM_SUPERVISOR, FromSupervisor
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import CpkvError
 
 PR_SET_PDEATHSIG = 1
 EXIT_REFUSED = 3
 """Exit code of a child that said why it could not go on."""
+ALIVE_SECONDS = 1.0
+"""A child with a link says so often that it lives."""
+
+ChildState = Literal["started", "reachable", "ready", "alive", "failed"]
+"""reachable: others may connect to its inbox; ready: its work can begin."""
 
 logger = logging.getLogger("cp_shared_kv")
 
 
 class ChildReport(msgspec.Struct, frozen=True):
-    """What a child tells its supervisor: ready, or failed with a reason."""
+    """What a child tells its supervisor."""
 
-    name: str
-    ready: bool
+    state: ChildState
     reason: str = ""
 
 
-def report(spec: RunSpec, name: str, *, ready: bool, reason: str = "") -> None:
-    """Send one report to the supervisor; waits at most a second for it to leave."""
-    socket = zmq.Context.instance().socket(zmq.PUSH)
-    socket.linger = 1000
-    socket.connect(spec.endpoints.supervisor)
-    socket.send(msgspec.msgpack.encode(ChildReport(name, ready, reason)))
-    socket.close()
+class SupervisorLink:
+    """A child's link to the supervisor: reports out, news of other processes in."""
+
+    def __init__(self, spec: RunSpec, identity: bytes) -> None:
+        self.socket = zmq.Context.instance().socket(zmq.DEALER)
+        self.socket.setsockopt(zmq.IDENTITY, identity)
+        self.socket.linger = 1000
+        self.socket.connect(spec.endpoints.supervisor)
+        self._next_alive_seconds = 0.0
+
+    def report(self, state: ChildState, reason: str = "") -> None:
+        """Tell the supervisor; does not wait."""
+        self.socket.send(msgspec.msgpack.encode(ChildReport(state, reason)))
+
+    def report_alive(self) -> None:
+        """Say so, if it is time to."""
+        now = time.monotonic()
+        if now >= self._next_alive_seconds:
+            self._next_alive_seconds = now + ALIVE_SECONDS
+            self.report("alive")
+
+    def receive(self) -> FromSupervisor:
+        """The next message; blocks until there is one."""
+        return FROM_SUPERVISOR.decode(self.socket.recv())
+
+    def close(self) -> None:
+        """Close, waiting at most a second for what was reported to leave."""
+        self.socket.close()
 
 
 def set_up_logging(name: str, level: str) -> None:
@@ -62,15 +90,18 @@ def die_with_supervisor(spec: RunSpec) -> None:
         sys.exit(EXIT_REFUSED)  # it was gone before the request took effect
 
 
-def run_child(name: str, spec: RunSpec, body: Callable[[], None]) -> int:
+def run_child(spec: RunSpec, identity: bytes, body: Callable[[SupervisorLink], None]) -> int:
     """Run a child's body; every expected failure becomes one reported line."""
+    link = SupervisorLink(spec, identity)
     try:
-        body()
+        body(link)
     except CpkvError as error:
-        report(spec, name, ready=False, reason=str(error))
+        link.report("failed", str(error))
         return EXIT_REFUSED
     except Exception as error:
-        logger.exception("%s failed", name)
-        report(spec, name, ready=False, reason=f"{type(error).__name__}: {error}")
+        logger.exception("%s failed", identity.decode())
+        link.report("failed", f"{type(error).__name__}: {error}")
         return 1
+    finally:
+        link.close()
     return 0

@@ -1,37 +1,50 @@
-"""Entry point of the engine's processes: `python -m ... ROLE RUN_FILE [INDEX]`."""
+"""Entry point of the engine's processes: `python -m ... RUN_FILE LIFE [RANK]`."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from cp_shared_kv.engine.child import die_with_supervisor, run_child, set_up_logging
+from cp_shared_kv.engine.child import (
+    SupervisorLink,
+    die_with_supervisor,
+    run_child,
+    set_up_logging,
+)
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
 
 
-def _runner(role: str) -> Callable[[RunSpec, int], None]:
+def _run(spec: RunSpec, life: Life, rank: int | None, link: SupervisorLink) -> None:
     # Imported here, so that the controller does not pay for torch.
-    if role == "rank":
-        from cp_shared_kv.engine.worker import run
-    elif role == "prefill":
-        from cp_shared_kv.engine.prefill_process import run
-    elif role == "decode":
-        from cp_shared_kv.engine.decode_process import run
+    if rank is not None:
+        from cp_shared_kv.engine.worker import run as run_rank
+
+        run_rank(spec, life, rank, link)
+    elif life.role == "prefill":
+        from cp_shared_kv.engine.prefill_process import run as run_prefill
+
+        run_prefill(spec, life, link)
+    elif life.role == "decode":
+        from cp_shared_kv.engine.decode_process import run as run_decode
+
+        run_decode(spec, life, link)
     else:
-        raise SystemExit(f"unknown role {role!r}")
-    return run
+        raise SystemExit(f"no process of the engine: {life}")
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of a rank, controller or decode process."""
-    role, run_file = arguments[0], arguments[1]
-    index = int(arguments[2]) if len(arguments) > 2 else 0
-    spec = RunSpec.load(Path(run_file))
+    spec = RunSpec.load(Path(arguments[0]))
+    life = Life.parse(arguments[1])
+    rank = int(arguments[2]) if len(arguments) > 2 else None
     die_with_supervisor(spec)
-    name = f"{role}-{index}"
-    set_up_logging(name, spec.config["log_level"])
-    return run_child(name, spec, lambda: _runner(role)(spec, index))
+    identity = life.identity if rank is None else life.rank_identity(rank)
+    set_up_logging(
+        life.unit if rank is None else f"{life.unit}/rank-{rank}", spec.config["log_level"]
+    )
+    return run_child(spec, identity, partial(_run, spec, life, rank))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,8 @@
-"""The engine as the server process reaches it: requests out, tokens and figures in, over zmq."""
+"""The engine as the server process reaches it: requests out, tokens and figures in, over zmq.
+
+Here sits the router: a request goes to a prefill group and a decode worker, and to others if one
+of them is lost before the prompt was admitted.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -26,45 +29,55 @@ from cp_shared_kv.engine.api import (
     TokenChunk,
     TokenLogprobs,
 )
-from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer
+from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
+from cp_shared_kv.engine.figures import SILENCE_SECONDS, Figures
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
     DecodeStats,
-    Flush,
     Flushed,
+    Paired,
     PrefillStats,
+    ProcessDown,
     Registered,
     RoomRefused,
-    StatsRequest,
     Submit,
     Tokens,
 )
+from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.codec import pack_int64
 
-PREFILL, DECODE = b"prefill-0", b"decode-0"
-_T = TypeVar("_T")
 PING_SECONDS = 1.0
-SILENCE_SECONDS = 10.0
-"""A process that has not answered for so long counts as lost; a long batch takes less."""
+HOLD_SECONDS = 60.0
+"""How long a request may wait for a lost process to come back."""
+RETRY_SECONDS = 0.05
 
 logger = logging.getLogger("cp_shared_kv")
+
+
+@dataclass(frozen=True)
+class _Lost:
+    """A process on the request's route is gone, or was when the request came there."""
+
+    reason: str
 
 
 @dataclass
 class _Room:
     request_id: str
-    inbox: asyncio.Queue[Tokens | Admitted | RoomRefused] = field(
-        default_factory=asyncio.Queue[Tokens | Admitted | RoomRefused]
+    route: Route
+    admitted: bool = False
+    inbox: asyncio.Queue[Tokens | Admitted | RoomRefused | _Lost] = field(
+        default_factory=asyncio.Queue[Tokens | Admitted | RoomRefused | _Lost]
     )
 
 
-@dataclass
-class _Figures:
-    prefill: asyncio.Future[PrefillStats]
-    decode: asyncio.Future[DecodeStats]
+class _StillQueued(Exception):  # noqa: N818  (it never leaves this file)
+    """A request that can go another way: nothing of it has been computed."""
 
 
 class ClusterClient:
@@ -80,24 +93,39 @@ class ClusterClient:
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
+        self._router = Router(
+            description.router_policy,
+            description.page_size,
+            group_pages=description.logical_pages,
+            decode_pages=description.decode_tokens // description.page_size,
+        )
         self._rooms: dict[int, _Room] = {}
-        self._room_of: dict[str, int] = {}
-        self._tickets: dict[int, _Figures] = {}
-        self._flushes: dict[int, asyncio.Future[int]] = {}
-        self._next_ticket = 0
-        self._registered: set[str] = set()
-        self._all_registered = asyncio.Event()
-        self._last_answer_seconds = 0.0
+        self._open: dict[str, tuple[int, Route]] = {}
+        """Requests that can be aborted: room and route."""
+        self._heard_seconds: dict[Life, float] = {}
+        """When each live process last answered."""
+        self._lost: set[Life] = set()
+        self._why_lost: dict[str, str] = {}
+        """Units that are down, and why."""
+        self._changed = asyncio.Condition()
+        self._figures = Figures(description.page_size, self._send)
+        self._restarts: Counter[str] = Counter()
         self._outcomes: Counter[Outcome] = Counter(
             {"finished": 0, "aborted": 0, "failed": 0, "refused": 0}
         )
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until prefill and decode have registered."""
+        """Wait until every prefill group can send to every decode worker."""
         self._tasks.append(asyncio.create_task(self._receive()))
-        await self._all_registered.wait()
-        self._last_answer_seconds = time.monotonic()
+        wanted = self._description.prefill_groups * self._description.decode_workers
+        async with self._changed:
+            await self._changed.wait_for(
+                lambda: (
+                    len(self._router.pairs) >= wanted
+                    and all(route.decode in self._heard_seconds for route in self._router.pairs)
+                )
+            )
         self._tasks.append(asyncio.create_task(self._ping()))
 
     async def close(self) -> None:
@@ -112,37 +140,76 @@ class ClusterClient:
         """What does not change during the engine's life."""
         return self._description
 
+    # Requests ---------------------------------------------------------------------------------
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk, None]:
         """Output tokens as they come; see the protocol for what it raises."""
-        if not self.healthy()[0]:
-            raise EngineRefusal(self.healthy()[1], kind="unavailable")
         params = wire_params(request.sampling)
-        number = secrets.randbits(62)
-        room = _Room(request.request_id)
-        self._rooms[number] = room
-        self._room_of[request.request_id] = number
-        try:
-            await self._send(
-                PREFILL,
-                Submit(
-                    room=number,
-                    token_ids=pack_int64(np.asarray(request.prompt_token_ids, dtype=np.int64)),
-                    max_tokens=request.max_tokens,
-                    sampling=params,
-                ),
+        tokens = np.asarray(request.prompt_token_ids, dtype=np.int64)
+        keys = page_keys(tokens, self._description.page_size)
+        give_up_seconds = time.monotonic() + HOLD_SECONDS
+        while True:
+            route = await self._route(keys, len(tokens))
+            number = secrets.randbits(62)  # a new one each time: late words on the last go nowhere
+            room = _Room(request.request_id, route)
+            self._rooms[number] = room
+            self._open[request.request_id] = number, route
+            self._router.book(
+                number, route, keys, prompt_tokens=len(tokens), max_tokens=request.max_tokens
             )
-            async for chunk in self._chunks(room):
-                if chunk.finish_reason is not None:
-                    self._room_of.pop(request.request_id, None)
-                yield chunk
-        except EngineRefusal:
-            self._room_of.pop(request.request_id, None)
-            raise
-        finally:
-            # A caller that stops early still has to name the request to `abort`.
-            self._rooms.pop(number, None)
+            submit = Submit(
+                room=number,
+                decode=str(route.decode),
+                token_ids=pack_int64(tokens),
+                max_tokens=request.max_tokens,
+                sampling=params,
+            )
+            try:
+                await self._submit(route.group, submit)
+                async for chunk in self._chunks(number, room):
+                    if chunk.finish_reason is not None:
+                        self._open.pop(request.request_id, None)
+                    yield chunk
+                return
+            except _StillQueued as why:
+                if time.monotonic() > give_up_seconds:
+                    self._open.pop(request.request_id, None)
+                    raise EngineRefusal(str(why), kind="unavailable") from None
+                logger.warning("request %s is sent elsewhere: %s", request.request_id, why)
+                await self._cancel(number, route)
+                await asyncio.sleep(RETRY_SECONDS)
+            except EngineRefusal:
+                self._open.pop(request.request_id, None)
+                raise
+            finally:
+                # A caller that stops early still has to name the request to `abort`.
+                if self._rooms.pop(number, None) is not None:
+                    self._router.ended(number)
 
-    async def _chunks(self, room: _Room) -> AsyncGenerator[TokenChunk, None]:
+    async def _route(self, keys: PageKeys, prompt_tokens: int) -> Route:
+        """The best pair; waits for one to come back if none stands."""
+        silent = self._silence()
+        if silent is not None:
+            raise EngineRefusal(silent, kind="unavailable")
+        try:
+            async with asyncio.timeout(HOLD_SECONDS), self._changed:
+                while True:
+                    route = self._router.choose(keys, prompt_tokens, self._answering())
+                    if route is not None:
+                        return route
+                    await self._changed.wait()
+        except TimeoutError:
+            raise EngineRefusal(self.healthy()[1], kind="unavailable") from None
+
+    async def _submit(self, group: Life, submit: Submit) -> None:
+        try:
+            await self._send(group, submit)
+        except EngineRefusal as refusal:
+            if refusal.kind != "unavailable":
+                raise
+            raise _StillQueued(refusal.reason) from refusal  # it has just gone
+
+    async def _chunks(self, number: int, room: _Room) -> AsyncGenerator[TokenChunk, None]:
         # Tokens come from decode and the cached count from prefill, on links without a common
         # order: the first tokens wait for the count.
         cached: int | None = None
@@ -150,13 +217,21 @@ class ClusterClient:
         while True:
             message = await room.inbox.get()
             match message:
+                case _Lost():
+                    if not room.admitted:
+                        raise _StillQueued(message.reason)
+                    self._outcomes["failed"] += 1
+                    raise EngineRefusal(message.reason, kind="failed")
                 case RoomRefused():
+                    if message.kind == "unavailable" and not room.admitted:
+                        raise _StillQueued(message.reason)
                     refused = message.kind in ("too_long", "invalid", "overloaded")
                     self._outcomes["refused" if refused else "failed"] += 1
                     raise EngineRefusal(message.reason, kind=message.kind)
                 case Admitted():
                     cached = message.cached_tokens
                 case Tokens():
+                    self._router.prefilled(number)
                     early.append(message)
             if cached is None:
                 continue
@@ -171,86 +246,96 @@ class ClusterClient:
 
     async def abort(self, request_id: str) -> None:
         """Stop a request and free its pages; unknown ones are no error."""
-        number = self._room_of.pop(request_id, None)
-        if number is not None:
-            self._rooms.pop(number, None)
-            self._outcomes["aborted"] += 1
-            await self._send(PREFILL, Cancel(room=number))
+        number, route = self._open.pop(request_id, (0, None))
+        if route is None:
+            return
+        self._outcomes["aborted"] += 1
+        if self._rooms.pop(number, None) is not None:
+            self._router.ended(number)
+        await self._cancel(number, route)
+
+    async def _cancel(self, number: int, route: Route) -> None:
+        for life in (route.group, route.decode):
+            if life in self._heard_seconds:
+                with contextlib.suppress(EngineRefusal):  # it has just gone, and the room with it
+                    await self._send(life, Cancel(room=number))
+
+    # Figures ----------------------------------------------------------------------------------
 
     async def stats(self) -> EngineStats:
-        """Figures of this moment, from prefill and decode together."""
-        self._next_ticket += 1
-        loop = asyncio.get_running_loop()
-        figures = _Figures(loop.create_future(), loop.create_future())
-        self._tickets[self._next_ticket] = figures
-        ticket = self._next_ticket
-        try:
-            await self._send(PREFILL, StatsRequest(ticket=ticket))
-            await self._send(DECODE, StatsRequest(ticket=ticket))
-            async with asyncio.timeout(SILENCE_SECONDS):
-                prefill, decode = await figures.prefill, await figures.decode
-        except TimeoutError:
-            raise EngineRefusal(
-                f"no figures from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
-            ) from None
-        finally:
-            del self._tickets[ticket]
-        return self._join(prefill, decode)
+        """Figures of this moment, of every process that answers."""
+        groups, workers = await self._figures.gather(list(self._heard_seconds))
+        return EngineStats(
+            prefill=groups,
+            decode=workers,
+            requests_total=dict(self._outcomes),
+            restarts_total=dict(self._restarts),
+        )
 
     async def flush_cache(self) -> int:
         """Drop every cached prefix that no request uses; returns how many logical pages."""
-        self._next_ticket += 1
-        ticket = self._next_ticket
-        pages: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._flushes[ticket] = pages
-        try:
-            await self._send(PREFILL, Flush(ticket=ticket))
-            async with asyncio.timeout(SILENCE_SECONDS):
-                return await pages
-        except TimeoutError:
-            raise EngineRefusal(
-                f"no answer from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
-            ) from None
-        finally:
-            del self._flushes[ticket]
-
-    def healthy(self) -> tuple[bool, str]:
-        """Whether both processes have answered lately."""
-        if not self._all_registered.is_set():
-            return False, "the engine is starting"
-        silence = time.monotonic() - self._last_answer_seconds
-        if silence > SILENCE_SECONDS:
-            return False, f"the engine has not answered for {silence:.0f} s"
-        return True, "ok"
-
-    def _join(self, prefill: PrefillStats, decode: DecodeStats) -> EngineStats:
-        return EngineStats(
-            available_tokens=prefill.available_tokens,
-            cached_tokens=prefill.cached_tokens,
-            locked_tokens=prefill.locked_tokens,
-            free_pages_per_owner=prefill.free_pages_per_owner,
-            queued_requests=prefill.queued,
-            prefill_requests=prefill.running,
-            decode_queued_requests=decode.waiting,
-            decode_requests=decode.running,
-            decode_used_tokens=decode.used_tokens,
-            prompt_tokens_total=prefill.prompt_tokens_total,
-            cached_tokens_total=prefill.cached_tokens_total,
-            generated_tokens_total=decode.generated_tokens_total,
-            evicted_tokens_total=prefill.evicted_pages_total * self._description.page_size,
-            requests_total=dict(self._outcomes),
-            failed_transfers_total=decode.failed_rooms_total,
-            sent_pages_total=prefill.sent_pages_total,
-            sent_descriptors_total=prefill.sent_descriptors_total,
-            sent_bytes_total=prefill.sent_bytes_total,
-            scratch_bytes=prefill.scratch_bytes,
+        return await self._figures.flush(
+            [life for life in self._heard_seconds if life.role == "prefill"]
         )
 
-    async def _send(self, to: bytes, message: FromServer) -> None:
+    def healthy(self) -> tuple[bool, str]:
+        """Whether some pair stands that has answered lately."""
+        silent = self._silence()
+        if silent is not None:
+            return False, silent
+        if self._answering():
+            return True, "ok"
+        if self._why_lost:
+            return False, "; ".join(
+                f"{unit} is starting again: {why}" for unit, why in sorted(self._why_lost.items())
+            )
+        return False, "the engine is starting"
+
+    def _silence(self) -> str | None:
+        """What to say when pairs stand and none answers."""
+        if not self._router.pairs or self._answering():
+            return None
+        silence = time.monotonic() - min(self._heard_seconds.values(), default=0.0)
+        return f"the engine has not answered for {silence:.0f} s"
+
+    def _answering(self) -> list[Route]:
+        """The pairs of which both ends have answered lately."""
+        now = time.monotonic()
+        lively = {
+            life for life, heard in self._heard_seconds.items() if now - heard <= SILENCE_SECONDS
+        }
+        return [r for r in self._router.pairs if r.group in lively and r.decode in lively]
+
+    # Links ------------------------------------------------------------------------------------
+
+    async def on_news(self, news: FromSupervisor) -> None:
+        """The supervisor: a process is gone. Others learn of their end by themselves."""
+        if not isinstance(news, ProcessDown):
+            return
+        life = Life.parse(news.life)
+        if life.role == "server":
+            return
+        self._lost.add(life)
+        self._why_lost[life.unit] = news.reason
+        self._restarts[life.unit] += 1
+        self._heard_seconds.pop(life, None)
+        self._router.lost(life)
+        self._figures.lost(life)
+        for room in self._rooms.values():
+            # What was admitted may have all its pages at decode: decode tells how it ended.
+            if life == room.route.decode or (life == room.route.group and not room.admitted):
+                room.inbox.put_nowait(_Lost(news.reason))
+        await self._notify()
+
+    async def _notify(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _send(self, to: Life, message: FromServer) -> None:
         try:
-            await self._socket.send_multipart([to, FROM_SERVER.encode(message)])
+            await self._socket.send_multipart([to.identity, FROM_SERVER.encode(message)])
         except zmq.ZMQError as error:
-            raise EngineRefusal(f"{to.decode()} is not connected", kind="unavailable") from error
+            raise EngineRefusal(f"{to.unit} is not connected", kind="unavailable") from error
         except ProtocolError as error:
             raise EngineRefusal(str(error), kind="too_long") from error
 
@@ -258,40 +343,46 @@ class ClusterClient:
         while True:
             frames = await self._socket.recv_multipart()
             try:
-                self._take(TO_SERVER.decode(frames[-1]))
+                sender = Life.parse(frames[0])
+                await self._take(sender, TO_SERVER.decode(frames[-1]))
             except ProtocolError as error:
                 logger.error("message refused: %s", error)
 
-    def _take(self, message: msgspec.Struct) -> None:
+    async def _take(self, sender: Life, message: msgspec.Struct) -> None:
+        if sender in self._lost:
+            return
+        if sender.role == "server":
+            raise ProtocolError("a server speaks to a server", value=str(sender))
+        self._heard_seconds[sender] = time.monotonic()
         match message:
             case Registered():
-                self._registered.add(message.role)
-                if self._registered == {"prefill", "decode"}:
-                    self._all_registered.set()
+                self._why_lost.pop(sender.unit, None)
+                await self._notify()
+            case Paired():
+                decode = Life.parse(message.decode)
+                if decode not in self._lost:
+                    self._router.paired(sender, decode)
+                await self._notify()
             case Tokens() | Admitted() | RoomRefused():
-                room = self._rooms.get(message.room)
-                if room is not None:
-                    room.inbox.put_nowait(message)
-            case PrefillStats() | DecodeStats():
-                figures = self._tickets.get(message.ticket)
-                if figures is None:
-                    return
-                if isinstance(message, PrefillStats):
-                    _answer(figures.prefill, message)
-                else:
-                    _answer(figures.decode, message)
-            case Flushed():
-                pages = self._flushes.get(message.ticket)
-                if pages is not None:
-                    _answer(pages, message.pages)
+                self._to_room(sender, message)
+            case PrefillStats() | DecodeStats() | Flushed():
+                self._figures.take(sender, message)
             case _:
                 pass
+
+    def _to_room(self, sender: Life, message: Tokens | Admitted | RoomRefused) -> None:
+        room = self._rooms.get(message.room)
+        if room is None:
+            return
+        if sender not in (room.route.group, room.route.decode):
+            raise ProtocolError("a word on another's request", value=str(sender))
+        room.admitted |= isinstance(message, Admitted)
+        room.inbox.put_nowait(message)
 
     async def _ping(self) -> None:
         while True:
             with contextlib.suppress(EngineRefusal):
                 await self.stats()
-                self._last_answer_seconds = time.monotonic()
             await asyncio.sleep(PING_SECONDS)
 
 
@@ -300,8 +391,3 @@ def _logprobs(tokens: Tokens) -> list[TokenLogprobs] | None:
         return None
     told = zip(tokens.token_ids, tokens.logprobs, strict=True)
     return [TokenLogprobs(token_id, one.logprob, one.top) for token_id, one in told]
-
-
-def _answer(future: asyncio.Future[_T], value: _T) -> None:
-    if not future.done():
-        future.set_result(value)

@@ -15,11 +15,14 @@ from cp_shared_kv.engine.messages import (
     ConnectDecode,
     DecodeConnected,
     DecodeStats,
+    DisconnectDecode,
     Flush,
     Flushed,
+    Paired,
     PrefillStats,
+    ProcessDown,
+    ProcessUp,
     RankReady,
-    RegionMapped,
     Registered,
     ReplayReady,
     RoomConcluded,
@@ -49,17 +52,20 @@ from cp_shared_kv.transfer.messages import (
 )
 
 FromServer = Submit | Cancel | StatsRequest | Flush
-ToServer = Registered | Tokens | Admitted | RoomRefused | PrefillStats | DecodeStats | Flushed
-ToRank = Configure | ConnectDecode | OpenRoom | Batch | AbortRoom
+ToServer = (
+    Registered | Paired | Tokens | Admitted | RoomRefused | PrefillStats | DecodeStats | Flushed
+)
+ToRank = Configure | ConnectDecode | DisconnectDecode | OpenRoom | Batch | AbortRoom
 FromRank = RankReady | Configured | DecodeConnected | BatchDone | RoomConcluded
 DecodeToRank = Acknowledged | AbortRoom
 DecodeToController = (
     Hello | Reserve | Declined | Released | AbortRoom | ReplayReady | RoomCovered | StepDone
 )
-ControllerToDecode = Hello | Offer | FirstToken | Withdrawn | AbortRoom | RegionMapped
+ControllerToDecode = Hello | Offer | FirstToken | Withdrawn | AbortRoom
 RankToDecode = Sent | Concluded | Quiesced
 ReplayToDecode = BeginReplay | Reserve | Batch
 ToDecode = ControllerToDecode | RankToDecode | ReplayToDecode
+FromSupervisor = ProcessUp | ProcessDown
 Recorded = OpenRoom | Batch | Reserve | FirstToken
 
 FROM_SERVER: Codec[FromServer] = Codec(FromServer, MAX_MESSAGE_BYTES)
@@ -68,11 +74,19 @@ TO_RANK: Codec[ToRank] = Codec(ToRank, MAX_MESSAGE_BYTES)
 FROM_RANK: Codec[FromRank] = Codec(FromRank, MAX_MESSAGE_BYTES)
 DECODE_TO_RANK: Codec[DecodeToRank] = Codec(DecodeToRank, MAX_MESSAGE_BYTES)
 DECODE_TO_CONTROLLER: Codec[DecodeToController] = Codec(DecodeToController, MAX_MESSAGE_BYTES)
+FROM_SUPERVISOR: Codec[FromSupervisor] = Codec(FromSupervisor, MAX_MESSAGE_BYTES)
 TO_DECODE: Codec[ToDecode] = Codec(ToDecode, MAX_MESSAGE_BYTES)
 RECORDED: Codec[Recorded] = Codec(Recorded, MAX_MESSAGE_BYTES)
 
 _ANY: Codec[msgspec.Struct] = Codec(
-    FromServer | ToServer | ToRank | FromRank | DecodeToRank | DecodeToController | ToDecode,
+    FromServer
+    | ToServer
+    | ToRank
+    | FromRank
+    | DecodeToRank
+    | DecodeToController
+    | ToDecode
+    | FromSupervisor,
     MAX_MESSAGE_BYTES,
 )
 

@@ -15,10 +15,13 @@ from cp_shared_kv.transfer.messages import MAX_TOKENS
 KVRead = Literal["auto", "pull", "collective"]
 TransferBackend = Literal["shared_memory", "mooncake"]
 Dtype = Literal["auto", "float32", "bfloat16"]
+RouterPolicy = Literal["longest_prefix", "least_loaded"]
 KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
 
 MAX_PAGE_SIZE = 1024
 MAX_CP_SIZE = 64
+MAX_UNITS = 64
+"""Most prefill groups, or decode workers, of one run."""
 
 
 def flag(field: str) -> str:
@@ -77,6 +80,16 @@ class EngineConfig:
     attention_context_parallel_size: int = 1
     """Ranks of the prefill context-parallel group (N)."""
 
+    prefill_groups: int = 1
+    """Prefill groups of this run, each of N ranks with a pool and a prefix cache of its own."""
+
+    decode_workers: int = 1
+    """Decode workers of this run, each with a pool of its own; any group can send to any."""
+
+    router_policy: RouterPolicy = "longest_prefix"
+    """Which group and decode worker takes a request: those that hold most of its prompt unless
+    they have much more to do than others, or those with least to do."""
+
     enable_nsa_prefill_context_parallel: bool = False
     """Split the prefill of sparse-attention (NSA, DSA) models over the group; needs N of 2 or
     more."""
@@ -110,6 +123,10 @@ class EngineConfig:
 
     shutdown_timeout: int = 20
     """Seconds that answers under way may go on after SIGTERM or Ctrl-C."""
+
+    watchdog_timeout: int = 300
+    """Seconds without a sign of life after which a process counts as hung, is killed and started
+    again."""
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe log lines to show."""
@@ -154,6 +171,7 @@ class EngineConfig:
             "kv_cache_dtype": get_args(KVCacheDtype),
             "nsa_prefill_cp_mode": get_args(SplitMode),
             "kv_read": get_args(KVRead),
+            "router_policy": get_args(RouterPolicy),
             "disaggregation_transfer_backend": get_args(TransferBackend),
             "log_level": ("debug", "info", "warning", "error"),
         }
@@ -176,6 +194,9 @@ class EngineConfig:
             "max_running_requests": (1, 4096),
             "max_queued_requests": (1, 2**20),
             "shutdown_timeout": (0, 86400),
+            "watchdog_timeout": (2, 86400),
+            "prefill_groups": (1, MAX_UNITS),
+            "decode_workers": (1, MAX_UNITS),
             "attention_context_parallel_size": (1, MAX_CP_SIZE),
         }
         for name, (least, most) in least_most.items():
@@ -234,6 +255,13 @@ class EngineConfig:
                 value=self.kv_read,
                 allowed="auto",
                 change="add --enable-nsa-prefill-cp-shared-kv or drop --kv-read",
+            )
+        if self.record_batches is not None and self.prefill_groups + self.decode_workers > 2:
+            raise ConfigError(
+                "--record-batches records one prefill group and one decode worker",
+                value=f"--prefill-groups {self.prefill_groups} "
+                f"--decode-workers {self.decode_workers}",
+                change="record with one of each",
             )
         if self.disaggregation_transfer_backend == "mooncake":
             raise ConfigError(

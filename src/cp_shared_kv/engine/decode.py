@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 
 import msgspec
 import numpy as np
 
 from cp_shared_kv.engine.api import FinishReason
-from cp_shared_kv.engine.batch import Batch, BatchRequest
 from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
 from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.recording import MessageLog
@@ -53,23 +52,12 @@ logger = logging.getLogger("cp_shared_kv")
 SendTo = Callable[[msgspec.Struct], None]
 
 
-@dataclass
-class DecodeRoom:
-    """One request at decode, from its offer to its last token."""
-
-    offer: Offer
-    prompt_tokens: int
-    sampling: SamplingState
-    logical_pages: LogicalPages | None = None
-    session: DecodeSession | None = None
-    first_token: SampledToken | None = None
-    stopped: bool = False
-    """Somebody wants it no more: its failure is nobody's fault."""
-    generated: list[int] = field(default_factory=list[int])
-
-
 class DecodeEngine:
-    """Logic of a decode worker. `to_controller`, `to_rank`, `to_server` send; nothing blocks."""
+    """Logic of a decode worker. `to_server` and the peers send; nothing blocks.
+
+    Events name the prefill group that they come from: rooms of one group are closed to others.
+    `cp_size` is the ranks of each group.
+    """
 
     def __init__(
         self,
@@ -81,20 +69,17 @@ class DecodeEngine:
         max_running: int,
         vocab_size: int,
         eos_token_ids: frozenset[int],
-        to_controller: SendTo,
-        to_rank: Callable[[int, msgspec.Struct], None],
         to_server: SendTo,
         log: MessageLog | None = None,
     ) -> None:
         self._pool = pool
         self._runner = runner
         self._epoch = epoch
-        self.prefill_epoch = 0
         self._cp_size = cp_size
         self._max_running = max_running
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
-        self._to_controller, self._to_rank, self._to_server = to_controller, to_rank, to_server
+        self._to_server = to_server
         self._log = log
         self._rooms: dict[int, DecodeRoom] = {}
         self._waiting: list[int] = []
@@ -106,10 +91,13 @@ class DecodeEngine:
 
     # Events -----------------------------------------------------------------------------------
 
-    def on_offer(self, offer: Offer) -> None:
+    def on_offer(self, peer: PrefillPeer, offer: Offer) -> None:
         """Queue an offer; it is reserved as soon as its pages are free, in order of arrival."""
-        self._check_epochs(offer)
-        if offer.room in self._rooms:
+        self._check_epochs(peer, offer)
+        known = self._rooms.get(offer.room)
+        if known is not None:
+            if known.peer is not peer:
+                raise ProtocolError("room of another prefill group", value=offer.room)
             return
         try:
             sampling = SamplingState(
@@ -119,58 +107,107 @@ class DecodeEngine:
                 prompt_token_ids=prompt_tokens_for_sampling(offer.sampling, offer.tokens()),
             )
         except ProtocolError as error:
-            self._decline(offer.room, str(error))
+            self._decline(peer, offer.room, str(error))
             return
-        self._rooms[offer.room] = DecodeRoom(offer, len(offer.token_ids) // 8, sampling)
+        self._rooms[offer.room] = DecodeRoom(peer, offer, len(offer.token_ids) // 8, sampling)
         self._waiting.append(offer.room)
         self._reserve_waiting()
 
-    def on_transfer(self, message: Sent | Concluded | Quiesced) -> None:
+    def on_transfer(self, peer: PrefillPeer, message: Sent | Concluded | Quiesced) -> None:
         """A rank reports on its part of a room."""
-        room = self._rooms.get(message.room)
+        room = self._room(peer, message.room)
         if room is not None and room.session is not None:
             self._carry_out(message.room, room.session.receive(message))
         elif not isinstance(message, Sent):
             # The room is over and the rank has not heard our answer: give it again.
-            self._check_epochs(message)
-            self._to_rank(message.rank, acknowledgement(message))
+            self._check_epochs(peer, message)
+            peer.to_rank(message.rank, acknowledgement(message))
 
-    def on_first_token(self, message: FirstToken) -> None:
+    def on_first_token(self, peer: PrefillPeer, message: FirstToken) -> None:
         """The token that prefill's logits chose."""
-        self._check_epochs(message)
+        self._check_epochs(peer, message)
         if message.token_id >= self._vocab_size:
             raise ProtocolError(
                 f"the first token of room {message.room} is not in the vocabulary",
                 value=message.token_id,
                 allowed=f"0 to {self._vocab_size - 1}",
             )
-        room = self._rooms.get(message.room)
+        room = self._room(peer, message.room)
         if room is not None and room.first_token is None:
             room.first_token = SampledToken(message.token_id, message.logprobs)
             self._start_if_ready(message.room)
 
-    def on_stop(self, message: AbortRoom | Withdrawn) -> None:
+    def on_stop(self, peer: PrefillPeer, message: AbortRoom | Withdrawn) -> None:
         """The request is wanted no more; its pages go when no rank can still write them."""
-        self._check_epochs(message)
-        room = self._rooms.get(message.room)
+        self._check_epochs(peer, message)
+        room = self._room(peer, message.room)
+        if room is not None:
+            room.stopped = True
+            if room.session is None or room.session.state is DecodeState.COVERED:
+                self._stop(message.room)
+            else:
+                self._carry_out(message.room, room.session.receive(message))
+
+    def cancel(self, name: int, reason: str) -> None:
+        """The client went away. A room that is still prefill's concern ends there as well."""
+        room = self._rooms.get(name)
         if room is None:
             return
         room.stopped = True
-        if message.room in self._running:
-            self._finish(Tokens(room=message.room, token_ids=[], finish_reason="abort"))
+        if room.session is None:
+            self._decline(room.peer, name, reason)
+            self._stop(name)
+        elif room.session.state is not DecodeState.COVERED:
+            self._carry_out(name, room.session.abort(reason))
+        elif name in self._running:
+            self._stop(name)
+        else:  # prefill may be through with it, and says no more
+            self._to_server(Tokens(room=name, token_ids=[], finish_reason="abort"))
+            self._stop(name)
+
+    def peer_dead(self, peer: PrefillPeer, reason: str) -> None:
+        """Every process of a prefill group was reaped. What has all its pages goes on."""
+        for name, room in list(self._rooms.items()):
+            if room.peer is not peer or name in self._running:
+                continue
+            if room.session is None:
+                self._stop(name)  # the server offers it to another group
+            elif room.session.state is DecodeState.COVERED:  # its first token will never come
+                self._to_server(RoomRefused(room=name, kind="failed", reason=reason))
+                self.failed_total += 1
+                self._release(name)
+            else:
+                self._carry_out(name, room.session.peer_dead(reason))
+
+    def server_lost(self, reason: str) -> None:
+        """Nobody waits for any answer any more."""
+        for name in list(self._rooms):
+            self.cancel(name, reason)
+
+    def _stop(self, name: int) -> None:
+        """Drop a room that is waiting or covered: no rank can write to it."""
+        room = self._rooms[name]
+        if name in self._running:
+            self._finish(Tokens(room=name, token_ids=[], finish_reason="abort"))
         elif room.session is None:
-            self._waiting.remove(message.room)
-            del self._rooms[message.room]
+            self._waiting.remove(name)
+            del self._rooms[name]
             self._reserve_waiting()  # it may have been what held the others up
-        elif room.session.state is DecodeState.COVERED:
-            self._release(message.room)  # only its first token was missing
         else:
-            self._carry_out(message.room, room.session.receive(message))
+            self._release(name)  # only its first token was missing
+
+    def _room(self, peer: PrefillPeer, name: int) -> DecodeRoom | None:
+        room = self._rooms.get(name)
+        if room is not None and room.peer is not peer:
+            raise ProtocolError(f"{peer.life} speaks of a room of {room.peer.life}", value=name)
+        return room
 
     def _check_epochs(
-        self, message: Offer | FirstToken | AbortRoom | Withdrawn | Concluded | Quiesced
+        self,
+        peer: PrefillPeer,
+        message: Offer | FirstToken | AbortRoom | Withdrawn | Concluded | Quiesced,
     ) -> None:
-        message.check_address(room=message.room, sender=self.prefill_epoch, receiver=self._epoch)
+        message.check_address(room=message.room, sender=peer.epoch, receiver=self._epoch)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -187,29 +224,12 @@ class DecodeEngine:
     def step(self) -> None:
         """One token for every running request."""
         chosen = self._running[: self._max_running]
-        parts: list[BatchRequest] = []
-        tokens: list[int] = []
-        for name in chosen:
-            room = self._rooms[name]
-            assert room.logical_pages is not None
-            stored = room.prompt_tokens + len(room.generated) - 1
-            pages = room.logical_pages[: stored // self._pool.page_size + 1]
-            parts.append(
-                BatchRequest(
-                    room=name,
-                    prefix_tokens=stored,
-                    new_tokens=1,
-                    logical_pages=pack_int64(pages),
-                    last=True,
-                )
-            )
-            tokens.append(room.generated[-1])
         self._next_batch_id += 1
-        batch = Batch(
+        batch = decode_batch(
+            {name: self._rooms[name] for name in chosen},
+            self._pool.page_size,
             epoch=self._epoch,
             batch_id=self._next_batch_id,
-            token_ids=pack_int64(np.asarray(tokens, dtype=np.int64)),
-            requests=parts,
         )
         self._record(batch)
         sampling = {name: self._rooms[name].sampling for name in chosen}
@@ -258,7 +278,7 @@ class DecodeEngine:
             except CapacityError as error:
                 self._waiting.pop(0)
                 del self._rooms[name]
-                self._decline(name, str(error))
+                self._decline(room.peer, name, str(error))
                 continue
             if admission is None:
                 return
@@ -271,19 +291,19 @@ class DecodeEngine:
             room.session = DecodeSession(
                 room=name,
                 epoch=self._epoch,
-                peer_epoch=self.prefill_epoch,
+                peer_epoch=room.peer.epoch,
                 cp_size=self._cp_size,
                 reservation=Reservation(first_position=held, physical_pages=physical_pages),
             )
             reserve = Reserve(
                 epoch=self._epoch,
-                peer_epoch=self.prefill_epoch,
+                peer_epoch=room.peer.epoch,
                 room=name,
                 first_position=held,
                 physical_pages=pack_int64(physical_pages),
             )
             self._record(reserve)
-            self._to_controller(reserve)
+            room.peer.to_controller(reserve)
 
     def _striped(self, prompt_pages: int, drawn: LogicalPages, first_position: int) -> LogicalPages:
         """Lay out what prefill will send so that each owner's pages lie together."""
@@ -299,21 +319,22 @@ class DecodeEngine:
         tokens = np.append(room.offer.tokens(), np.asarray(room.generated[:-1], dtype=np.int64))
         self._pool.publish(room.offer.room, page_keys(tokens, self._pool.page_size))
 
-    def _decline(self, name: int, reason: str) -> None:
-        self._to_controller(
-            Declined(epoch=self._epoch, peer_epoch=self.prefill_epoch, room=name, reason=reason)
+    def _decline(self, peer: PrefillPeer, name: int, reason: str) -> None:
+        peer.to_controller(
+            Declined(epoch=self._epoch, peer_epoch=peer.epoch, room=name, reason=reason)
         )
 
     # Actions of the sessions ------------------------------------------------------------------
 
     def _carry_out(self, name: int, actions: list[DecodeAction]) -> None:
+        peer = self._rooms[name].peer
         for action in actions:
             match action:
                 case SendMessage():
                     if isinstance(action.message, Acknowledged):
-                        self._to_rank(action.message.rank, action.message)
+                        peer.to_rank(action.message.rank, action.message)
                     else:
-                        self._to_controller(action.message)
+                        peer.to_controller(action.message)
                 case Covered():
                     self._start_if_ready(name)
                 case RoomFailed():
@@ -333,7 +354,7 @@ class DecodeEngine:
         self._record(
             FirstToken(
                 epoch=self._epoch,
-                peer_epoch=self.prefill_epoch,
+                peer_epoch=room.peer.epoch,
                 room=name,
                 token_id=room.first_token.token_id,
             )

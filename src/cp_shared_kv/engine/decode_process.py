@@ -5,18 +5,27 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import torch
 import zmq
 
-from cp_shared_kv.engine.child import report
+from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_DECODE, ToDecode, encode
 from cp_shared_kv.engine.decode import DecodeEngine
-from cp_shared_kv.engine.links import IDENTITY as CONTROLLER
-from cp_shared_kv.engine.links import rank_identity
-from cp_shared_kv.engine.messages import BeginReplay, RegionMapped, Registered, StatsRequest
+from cp_shared_kv.engine.decode_room import PrefillPeer
+from cp_shared_kv.engine.links import dealer
+from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.messages import (
+    BeginReplay,
+    Cancel,
+    ProcessDown,
+    ProcessUp,
+    Registered,
+    StatsRequest,
+)
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.recording import LogitsLog, MessageLog
@@ -44,7 +53,6 @@ from cp_shared_kv.transfer.messages import (
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.rendezvous import check_hello
 
-IDENTITY = b"decode-0"
 IDLE_SECONDS = 5.0
 
 logger = logging.getLogger("cp_shared_kv")
@@ -53,9 +61,9 @@ logger = logging.getLogger("cp_shared_kv")
 class DecodeWorker:
     """Everything of one decode process: memory, model, sockets and the engine between them."""
 
-    def __init__(self, spec: RunSpec) -> None:
+    def __init__(self, spec: RunSpec, life: Life) -> None:
         config, limits = spec.engine_config(), spec.limits
-        self._spec = spec
+        self._spec, self._life = spec, life
         self._epoch = time.time_ns()
         self._model: ModelDescription = describe_model(config)
         self._transformer = Transformer.load(config.model_path, self._model.compute_dtype)
@@ -63,21 +71,21 @@ class DecodeWorker:
         self._pages = capacity.physical_pages
         pool_spec = self._model.pool_spec
         self._region = Region(
-            spec.region_name("decode0", self._epoch), pool_spec.pool_bytes(self._pages)
+            spec.region_name(life, "pool", self._epoch), pool_spec.pool_bytes(self._pages)
         )
+        # The name stays as long as this process: prefill groups come and go.
         self._buffer = SharedMemoryBuffer.create(self._region.name, self._region.nbytes)
         self._pool = KVPool(pool_spec, self._pages, self._buffer)
         self._layout = CpSharedKVLayout(limits.page_size, 1, 0, physical_pages=self._pages)
         record = config.record_batches
-        context = zmq.Context.instance()
-        self.door = context.socket(zmq.ROUTER)
-        self.server = context.socket(zmq.DEALER)
-        self.server.setsockopt(zmq.IDENTITY, IDENTITY)
-        for socket in (self.door, self.server):
-            socket.linger = 0
-            socket.sndhwm = socket.rcvhwm = 0
-        self.door.bind(spec.endpoints.decode)
-        self.server.connect(spec.endpoints.server)
+        self.door = zmq.Context.instance().socket(zmq.ROUTER)
+        self.door.linger = 0
+        self.door.sndhwm = self.door.rcvhwm = 0
+        self.door.bind(spec.endpoints.inbox(life))
+        self.server: zmq.Socket[bytes] | None = None
+        self._server_life: Life | None = None
+        self._peers: dict[Life, PrefillPeer] = {}
+        self._dead: set[Life] = set()
         self.engine = DecodeEngine(
             LogicalPool(capacity, prefix_caching=not config.disable_radix_cache),
             self._runner(None if record is None else record / "decode"),
@@ -86,70 +94,100 @@ class DecodeWorker:
             max_running=config.max_running_requests,
             vocab_size=spec.vocab_size,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            to_controller=self._to_controller,
-            to_rank=self._to_rank,
             to_server=self._to_server,
             log=None if record is None else MessageLog(record / "decode.messages"),
         )
         self.replay: ReplayDecode | None = None
 
     def handle(self, sender: bytes, message: ToDecode) -> None:
-        """One message of the controller, a rank or the replay tool, as `sender` on the link."""
-        expected = CONTROLLER
+        """One message of a controller, a rank or the replay tool, as `sender` on the link."""
+        group, _, _ = sender.partition(b"/")
+        life = Life.parse(group)
+        expected = life.identity
         if isinstance(message, Sent | Concluded | Quiesced):
-            expected = rank_identity(message.rank)
-        if sender != expected:
+            expected = life.rank_identity(message.rank)
+        if sender != expected or life.role != "prefill":
             raise ProtocolError(
                 f"{type(message).__name__} comes from another than its sender",
                 value=repr(sender[:40]),
                 allowed=repr(expected),
             )
-        if self.replay is not None and not isinstance(message, Hello | RegionMapped):
+        if isinstance(message, Hello):
+            self._greet(life, message)
+            return
+        peer = self._peers.get(life)
+        if peer is None:
+            raise ProtocolError("a message before the handshake", value=str(life))
+        if self.replay is not None:
             self.replay.handle(message)
             return
         match message:
-            case Hello():
-                self._greet(message)
-            case RegionMapped():
-                self._buffer.unlink()
             case Offer():
-                self.engine.on_offer(message)
+                self.engine.on_offer(peer, message)
             case Sent() | Concluded() | Quiesced():
-                self.engine.on_transfer(message)
+                self.engine.on_transfer(peer, message)
             case FirstToken():
-                self.engine.on_first_token(message)
+                self.engine.on_first_token(peer, message)
             case AbortRoom() | Withdrawn():
-                self.engine.on_stop(message)
+                self.engine.on_stop(peer, message)
             case BeginReplay():
-                self._begin_replay(message)
+                self._begin_replay(peer, message)
             case _:
                 raise ProtocolError("only a replay sends this", value=type(message).__name__)
 
     def on_server(self, message: msgspec.Struct) -> None:
-        """The server asks for figures; requests go to the controller."""
-        if not isinstance(message, StatsRequest):
-            raise ProtocolError("not a message for decode", value=type(message).__name__)
-        self._to_server(self.engine.stats(message.ticket))
+        """The server asks for figures, or a client went away; requests go to the controllers."""
+        match message:
+            case StatsRequest():
+                self._to_server(self.engine.stats(message.ticket))
+            case Cancel():
+                self.engine.cancel(message.room, "the client went away")
+            case _:
+                raise ProtocolError("not a message for decode", value=type(message).__name__)
 
-    def register(self) -> None:
-        """Tell the server that decode can be asked."""
-        self._to_server(Registered(role="decode"))
+    def on_news(self, news: ProcessUp | ProcessDown) -> None:
+        """The supervisor on the server and on prefill groups."""
+        life = Life.parse(news.life)
+        match news:
+            case ProcessUp() if life.role == "server":
+                self._server_up(life, news.address)
+            case ProcessDown() if life == self._server_life:
+                self.engine.server_lost(news.reason)
+            case ProcessDown() if life.role == "prefill":
+                self._dead.add(life)
+                peer = self._peers.pop(life, None)
+                if peer is not None:
+                    self.engine.peer_dead(peer, news.reason)
+            case _:
+                pass
 
-    def _greet(self, theirs: Hello) -> None:
+    def _server_up(self, life: Life, address: str) -> None:
+        if self.server is not None:
+            self.server.close()
+        self.server = dealer(self._life.identity, address)
+        self._server_life = life
+        self._to_server(Registered())
+
+    def _greet(self, life: Life, theirs: Hello) -> None:
         mine = self._spec.hello(
             role="decode",
             epoch=self._epoch,
-            session_id=f"{self._spec.run_id}-decode0-e{self._epoch}",
+            session_id=f"{self._spec.run_id}-{self._life}",
             physical_pages=self._pages,
             regions=(self._region,),
         )
-        if self.engine.open_rooms:
+        if life in self._dead:
+            raise ProtocolError("a greeting of a group that is gone", value=str(life))
+        if life in self._peers and self.engine.open_rooms:
             raise ProtocolError("a greeting while rooms are open", value=self.engine.open_rooms)
-        self._to_controller(mine)  # before the check: both sides refuse, with the same reason
+        # Before the check: both sides refuse, with the same reason.
+        self._to_controller(life, mine)
         check_hello(mine, theirs)
-        self.engine.prefill_epoch = theirs.epoch
+        self._peers[life] = PrefillPeer(
+            life, theirs.epoch, partial(self._to_controller, life), partial(self._to_rank, life)
+        )
 
-    def _begin_replay(self, message: BeginReplay) -> None:
+    def _begin_replay(self, peer: PrefillPeer, message: BeginReplay) -> None:
         if self.engine.open_rooms:
             raise ProtocolError("a replay while rooms are open", value=self.engine.open_rooms)
         self.replay = ReplayDecode(
@@ -158,8 +196,8 @@ class DecodeWorker:
             epoch=self._epoch,
             prefill_epoch=message.prefill_epoch,
             cp_size=self._spec.limits.cp_size,
-            to_controller=self._to_controller,
-            to_rank=self._to_rank,
+            to_controller=peer.to_controller,
+            to_rank=peer.to_rank,
         )
 
     def _runner(self, record: Path | None) -> ModelRunner:
@@ -174,30 +212,45 @@ class DecodeWorker:
             None if record is None else LogitsLog(record),
         )
 
-    def _to_controller(self, message: msgspec.Struct) -> None:
-        self.door.send_multipart([CONTROLLER, encode(message)])
+    def _to_controller(self, life: Life, message: msgspec.Struct) -> None:
+        self.door.send_multipart([life.identity, encode(message)])
 
-    def _to_rank(self, rank: int, message: msgspec.Struct) -> None:
-        self.door.send_multipart([rank_identity(rank), encode(message)])
+    def _to_rank(self, life: Life, rank: int, message: msgspec.Struct) -> None:
+        self.door.send_multipart([life.rank_identity(rank), encode(message)])
 
     def _to_server(self, message: msgspec.Struct) -> None:
-        self.server.send(encode(message))
+        if self.server is not None:  # else nobody has asked for anything yet
+            self.server.send(encode(message))
 
 
-def run(spec: RunSpec, index: int) -> None:
+def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
     """Body of the decode process."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    worker = DecodeWorker(spec)
-    worker.register()
-    report(spec, f"decode-{index}", ready=True)
+    supervisor.report("started")
+    worker = DecodeWorker(spec, life)
+    supervisor.report("reachable")
+    supervisor.report("ready")
+    last_seconds = time.monotonic()
     while True:
+        waits: list[zmq.Socket[bytes]] = [worker.door, supervisor.socket]
+        if worker.server is not None:
+            waits.append(worker.server)
         # While requests run, messages are taken between two steps without waiting.
-        wait_seconds = 0.0 if worker.engine.has_work else IDLE_SECONDS
-        ready, _, _ = zmq.select([worker.door, worker.server], [], [], timeout=wait_seconds)
-        if not ready and not worker.engine.has_work and worker.replay is None:
+        wait_seconds = 0.0 if worker.engine.has_work else ALIVE_SECONDS
+        ready, _, _ = zmq.select(waits, [], [], timeout=wait_seconds)
+        supervisor.report_alive()
+        now = time.monotonic()
+        if ready or worker.engine.has_work or worker.replay is not None:
+            last_seconds = now
+        elif now - last_seconds > IDLE_SECONDS:
+            last_seconds = now
             worker.engine.check_invariants()
-        for socket in ready:
-            _drain(worker, socket)
+        if worker.door in ready:
+            _drain(worker, worker.door)
+        if worker.server is not None and worker.server in ready:
+            _drain(worker, worker.server)
+        if supervisor.socket in ready:
+            worker.on_news(supervisor.receive())
         if worker.engine.has_work:
             worker.engine.step()
 

@@ -22,16 +22,17 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
-    """A prompt (int64 tokens) for the room that the server chose."""
+    """A prompt (int64 tokens); the server chose its room and its decode worker (a life)."""
 
     room: int
+    decode: str
     token_ids: bytes
     max_tokens: int
     sampling: SamplingParams
 
 
 class Cancel(_Message, frozen=True, kw_only=True, tag="cancel"):
-    """The client went away."""
+    """The client went away. To the room's controller, or to decode if that one is gone."""
 
     room: int
 
@@ -52,9 +53,13 @@ class Flush(_Message, frozen=True, kw_only=True, tag="flush"):
 
 
 class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
-    """A process is reachable at this identity."""
+    """A process is reachable at this identity, which is its life."""
 
-    role: Literal["prefill", "decode"]
+
+class Paired(_Message, frozen=True, kw_only=True, tag="paired"):
+    """A prefill group can send to this life of a decode worker."""
+
+    decode: str
 
 
 class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
@@ -146,6 +151,13 @@ class ConnectDecode(_Message, frozen=True, kw_only=True, tag="connect_decode"):
     hello: Hello
 
 
+class DisconnectDecode(_Message, frozen=True, kw_only=True, tag="disconnect_decode"):
+    """A decode worker's process is gone: its rooms end, and nobody is told."""
+
+    decode_epoch: int
+    reason: str
+
+
 # Ranks -> controller ---------------------------------------------------------------------------
 
 
@@ -164,9 +176,11 @@ class Configured(_Message, frozen=True, kw_only=True, tag="configured"):
 
 
 class DecodeConnected(_Message, frozen=True, kw_only=True, tag="decode_connected"):
-    """The rank has mapped the decode worker's pool."""
+    """The rank can write to a decode worker's pool, or why it cannot."""
 
     rank: int
+    decode_epoch: int
+    failure: str | None = None
 
 
 class RoomToken(_Message, frozen=True, kw_only=True):
@@ -226,10 +240,18 @@ class StepDone(_Message, frozen=True, kw_only=True, tag="step_done"):
     batch_id: int
 
 
-# Controller -> decode --------------------------------------------------------------------------
+# Supervisor -> controllers, decode workers and server ------------------------------------------
 
 
-class RegionMapped(_Message, frozen=True, kw_only=True, tag="region_mapped"):
-    """All ranks have mapped decode's pool: its name in /dev/shm can go."""
+class ProcessUp(_Message, frozen=True, kw_only=True, tag="process_up"):
+    """A life of a decode worker or of the server can be reached at this address."""
 
-    epoch: int
+    life: str
+    address: str
+
+
+class ProcessDown(_Message, frozen=True, kw_only=True, tag="process_down"):
+    """A life is over: every process of it was reaped."""
+
+    life: str
+    reason: str

@@ -13,18 +13,23 @@ import msgspec
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.group_figures import GroupFigures
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    DisconnectDecode,
     Flush,
     Flushed,
-    PrefillStats,
+    Paired,
+    Registered,
     RoomConcluded,
     RoomRefused,
     StatsRequest,
     Submit,
 )
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.request import PrefillRequest
 from cp_shared_kv.engine.run_spec import RunSpec
@@ -50,9 +55,10 @@ Send = Callable[[msgspec.Struct], None]
 
 
 class PrefillController:
-    """Logic of the controller. `to_server`, `to_ranks` (all of them), `to_decode` send.
+    """Logic of the controller. `to_server` and `to_ranks` (all of them) send.
 
-    Every method takes one decoded message and may send; nothing here blocks.
+    Every method takes one decoded message, or news of another process, and may send; nothing here
+    blocks.
     """
 
     def __init__(
@@ -60,16 +66,16 @@ class PrefillController:
         spec: RunSpec,
         *,
         epoch: int,
-        decode_epoch: int,
         to_server: Send,
         to_ranks: Send,
-        to_decode: Send,
     ) -> None:
         config = spec.engine_config()
         limits = spec.limits
         self._cp_size = limits.cp_size
-        self._to_server, self._to_ranks, self._to_decode = to_server, to_ranks, to_decode
-        self._epoch, self._decode_epoch = epoch, decode_epoch
+        self._to_server, self._to_ranks = to_server, to_ranks
+        self._epoch = epoch
+        self._peers: dict[str, DecodePeer] = {}
+        """The decode workers that can be sent to, by life."""
         self._limits = limits
         self._vocab_size = spec.vocab_size
         self._pool = LogicalPool(limits.capacity, prefix_caching=not config.disable_radix_cache)
@@ -81,16 +87,40 @@ class PrefillController:
             epoch=epoch,
         )
         self._done: dict[int, BatchDone] = {}
-        self._transfers: dict[int, dict[int, RoomConcluded]] = {}
-        self._sent_pages = [0] * limits.cp_size
-        self._sent_descriptors = [0] * limits.cp_size
-        self._sent_bytes = [0] * limits.cp_size
-        self._scratch_bytes = [0] * limits.cp_size
+        self._figures = GroupFigures(limits.cp_size)
         self._max_queued = config.max_queued_requests
-        self._failed_rooms = 0
         self._log = None
         if config.record_batches is not None:
             self._log = MessageLog(Path(config.record_batches) / "prefill.messages")
+
+    # News of other processes -----------------------------------------------------------------
+
+    def paired(self, peer: DecodePeer) -> None:
+        """All ranks can write to this decode worker: prompts for it may come."""
+        self._peers[str(peer.life)] = peer
+        self._to_server(Paired(decode=str(peer.life)))
+
+    def introduce(self) -> None:
+        """Tell a server that has just come who this is, and where it can send."""
+        self._to_server(Registered())
+        for life in self._peers:
+            self._to_server(Paired(decode=life))
+
+    def decode_lost(self, life: Life, reason: str) -> None:
+        """A decode worker's process is gone, and its requests with it."""
+        peer = self._peers.pop(str(life), None)
+        if peer is None:
+            return
+        for request in self.scheduler.requests():
+            if request.decode is peer and self.scheduler.abort(request.room, reason) is not None:
+                self._refuse(request.room, reason)
+        # Their rooms conclude at the ranks, which frees the pages here.
+        self._to_ranks(DisconnectDecode(decode_epoch=peer.epoch, reason=reason))
+
+    def server_lost(self, reason: str) -> None:
+        """Nobody waits for any answer any more."""
+        for request in self.scheduler.requests():
+            self._abort(request.room, reason)
 
     # From the server --------------------------------------------------------------------------
 
@@ -102,13 +132,23 @@ class PrefillController:
             case Cancel():
                 self._abort(message.room, "the client went away")
             case StatsRequest():
-                self._to_server(self._stats(message.ticket))
+                self._to_server(self._figures.stats(message.ticket, self.scheduler))
             case Flush():
                 self._to_server(Flushed(ticket=message.ticket, pages=self._pool.clear()))
 
     def _submit(self, message: Submit) -> None:
         if self.scheduler.get(message.room) is not None:
             raise ProtocolError("room is already open", value=message.room)
+        decode = self._peers.get(message.decode)
+        if decode is None:
+            self._to_server(
+                RoomRefused(
+                    room=message.room,
+                    kind="unavailable",
+                    reason=f"decode worker {message.decode} is not connected to this group",
+                )
+            )
+            return
         if self._max_queued is not None and self.scheduler.queued >= self._max_queued:
             self._to_server(
                 RoomRefused(
@@ -126,7 +166,7 @@ class PrefillController:
                 raise ValueError(f"max_tokens is {message.max_tokens}; allowed: 1 or more")
             offer = Offer(
                 epoch=self._epoch,
-                peer_epoch=self._decode_epoch,
+                peer_epoch=decode.epoch,
                 room=message.room,
                 token_ids=message.token_ids,
                 max_tokens=message.max_tokens,
@@ -158,35 +198,42 @@ class PrefillController:
         self.scheduler.submit(
             PrefillRequest(
                 room=message.room,
+                decode=decode,
                 token_ids=tokens,
                 max_tokens=message.max_tokens,
                 sampling=message.sampling,
                 page_keys=page_keys(tokens, limits.page_size),
             )
         )
-        self._to_decode(offer)
+        decode.send(offer)
 
     # From decode ------------------------------------------------------------------------------
 
-    def on_decode(self, message: Reserve | Declined | Released | AbortRoom) -> None:
-        """Decode's answers to offers, and the end of rooms. An earlier life is refused."""
-        if message.epoch != self._decode_epoch or message.peer_epoch != self._epoch:
+    def on_decode(
+        self, peer: DecodePeer, message: Reserve | Declined | Released | AbortRoom
+    ) -> None:
+        """A decode worker's answers to offers, and the end of rooms. An earlier life is refused."""
+        if message.epoch != peer.epoch or message.peer_epoch != self._epoch:
             raise ProtocolError("message of another epoch", value=type(message).__name__)
+        request = self.scheduler.get(message.room)
+        if request is not None and request.decode is not peer:
+            raise ProtocolError(
+                f"{peer.life} speaks of a room of {request.decode.life}", value=message.room
+            )
         match message:
             case Reserve():
-                self._reserved(message)
+                self._reserved(peer, request, message)
             case Declined() | AbortRoom():
-                if self.scheduler.get(message.room) is None:
-                    self._withdraw(message.room, "prefill has nothing to do with it any more")
+                if request is None:
+                    self._withdraw(peer, message.room, "prefill has nothing to do with it any more")
                 else:
                     self._abort(message.room, message.reason)
             case Released():
                 pass  # the ranks' own conclusions already released the prefill pages
 
-    def _reserved(self, message: Reserve) -> None:
-        request = self.scheduler.get(message.room)
+    def _reserved(self, peer: DecodePeer, request: PrefillRequest | None, message: Reserve) -> None:
         if request is None:
-            self._withdraw(message.room, "it was aborted before it began")
+            self._withdraw(peer, message.room, "it was aborted before it began")
             return
         try:
             # A reservation that no rank could use stops here, not at all of them.
@@ -194,7 +241,7 @@ class PrefillController:
             opened = OpenRoom(
                 epoch=self._epoch,
                 room=message.room,
-                decode_epoch=self._decode_epoch,
+                decode_epoch=peer.epoch,
                 first_position=message.first_position,
                 physical_pages=message.physical_pages,
                 total_positions=-(-request.prompt_tokens // self._limits.page_size),
@@ -229,18 +276,18 @@ class PrefillController:
         if running is None or running.batch_id != message.batch_id:
             raise ProtocolError("a batch is done that is not in flight", value=message.batch_id)
         self._done[message.rank] = message
-        self._scratch_bytes[message.rank] = message.scratch_bytes
+        self._figures.computed(message)
         if len(self._done) < self._cp_size:
             return
         completed, gone = self.scheduler.batch_done(message.batch_id)
-        finished = {r.room for r in completed}
+        decodes = {request.room: request.decode for request in completed}
         for done in self._done.values():
             for token in done.tokens:
-                if token.room in finished:
-                    self._to_decode(
+                if token.room in decodes:
+                    decodes[token.room].send(
                         FirstToken(
                             epoch=self._epoch,
-                            peer_epoch=self._decode_epoch,
+                            peer_epoch=decodes[token.room].epoch,
                             room=token.room,
                             token_id=token.token_id,
                             logprobs=token.logprobs,
@@ -251,34 +298,13 @@ class PrefillController:
             self._refuse_stopped(request)
 
     def _room_concluded(self, message: RoomConcluded) -> None:
-        self._sent_pages[message.rank] += message.pages
-        self._sent_descriptors[message.rank] += message.descriptors
-        self._sent_bytes[message.rank] += message.bytes
-        reports = self._transfers.setdefault(message.room, {})
-        reports[message.rank] = message
+        self._figures.concluded(message)
         request = self.scheduler.get(message.room)
         if message.failure is not None and request is not None and request.failure is None:
             self._abort(message.room, message.failure)  # without this rank's part all is in vain
         request = self.scheduler.concluded(message.room, message.rank)
-        if len(reports) == self._cp_size:
-            del self._transfers[message.room]
-            self._log_transfer(reports)
         if request is not None:
             self._refuse_stopped(request)
-
-    def _log_transfer(self, reports: dict[int, RoomConcluded]) -> None:
-        for rank in sorted(reports):
-            told = reports[rank]
-            if told.failure is not None:
-                logger.info("CP shared KV transfer: rank=%d failed: %s", rank, told.failure)
-                continue
-            logger.info(
-                "CP shared KV transfer: rank=%d sent pages=%d descriptors=%d bytes=%d",
-                rank,
-                told.pages,
-                told.descriptors,
-                told.bytes,
-            )
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -310,23 +336,23 @@ class PrefillController:
     def _abort(self, room: int, reason: str) -> None:
         """Stop a room wherever it is: at the ranks, at decode, or in the queue."""
         request = self.scheduler.get(room)
-        if request is not None and self.scheduler.abort(room, reason) is not None:
-            self._withdraw(room, reason)
+        if request is None:
+            return
+        decode = request.decode
+        if self.scheduler.abort(room, reason) is not None:
+            self._withdraw(decode, room, reason)
             self._refuse(room, reason)
             return
-        stop = AbortRoom(epoch=self._epoch, peer_epoch=self._decode_epoch, room=room, reason=reason)
-        if request is not None:
-            self._to_ranks(stop)
-        self._to_decode(stop)  # the room may be decode's alone by now
+        stop = AbortRoom(epoch=self._epoch, peer_epoch=decode.epoch, room=room, reason=reason)
+        self._to_ranks(stop)
+        decode.send(stop)
 
-    def _withdraw(self, room: int, reason: str) -> None:
+    def _withdraw(self, decode: DecodePeer, room: int, reason: str) -> None:
         """Tell decode that no rank has the room open or will open it."""
-        self._to_decode(
-            Withdrawn(epoch=self._epoch, peer_epoch=self._decode_epoch, room=room, reason=reason)
-        )
+        decode.send(Withdrawn(epoch=self._epoch, peer_epoch=decode.epoch, room=room, reason=reason))
 
     def _refuse(self, room: int, reason: str) -> None:
-        self._failed_rooms += 1
+        self._figures.failed_rooms += 1
         self._to_server(RoomRefused(room=room, kind="failed", reason=reason))
 
     def _refuse_stopped(self, request: PrefillRequest) -> None:
@@ -336,23 +362,3 @@ class PrefillController:
     def _record(self, message: OpenRoom | Batch) -> None:
         if self._log is not None:
             self._log.append(RECORDED.encode(message))
-
-    def _stats(self, ticket: int) -> PrefillStats:
-        pool, page = self._pool, self._limits.page_size
-        return PrefillStats(
-            ticket=ticket,
-            available_tokens=pool.available_pages * page,
-            cached_tokens=pool.cached_pages * page,
-            locked_tokens=pool.locked_pages * page,
-            free_pages_per_owner=pool.free_pages_per_owner().tolist(),
-            queued=self.scheduler.queued,
-            running=self.scheduler.running,
-            prompt_tokens_total=self.scheduler.prompt_tokens_total,
-            cached_tokens_total=self.scheduler.cached_tokens_total,
-            evicted_pages_total=pool.evicted_pages_total,
-            sent_pages_total=list(self._sent_pages),
-            sent_descriptors_total=list(self._sent_descriptors),
-            sent_bytes_total=list(self._sent_bytes),
-            scratch_bytes=list(self._scratch_bytes),
-            failed_rooms_total=self._failed_rooms,
-        )

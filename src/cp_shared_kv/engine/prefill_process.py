@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import zmq
 
-from cp_shared_kv.engine.child import report
+from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
-from cp_shared_kv.engine.links import IDENTITY, GroupLinks
+from cp_shared_kv.engine.links import DecodeLink, RanksLink, dealer
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     BatchDone,
     Configure,
+    DecodeConnected,
+    DisconnectDecode,
+    ProcessDown,
+    ProcessUp,
     RankReady,
-    Registered,
     RoomConcluded,
 )
+from cp_shared_kv.engine.pairing import DecodePeer, Pairing
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.run_spec import RunSpec
-from cp_shared_kv.errors import ProtocolError
-from cp_shared_kv.transfer.messages import AbortRoom, Declined, Released, Reserve
+from cp_shared_kv.errors import CpkvError, HandshakeError, ProtocolError
+from cp_shared_kv.transfer.messages import AbortRoom, Declined, Hello, Released, Reserve
 
 IDLE_SECONDS = 5.0
 """After so long without a message the books are checked."""
@@ -76,57 +84,187 @@ def first_configuration(spec: RunSpec) -> Configure:
     )
 
 
-def run(spec: RunSpec, index: int) -> None:
+class PrefillProcess:
+    """The controller between its links: supervisor, server, ranks and decode workers."""
+
+    def __init__(self, spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
+        self._spec, self._life, self._supervisor = spec, life, supervisor
+        self._ranks = RanksLink(spec, life)
+        self._server: zmq.Socket[bytes] | None = None
+        self._server_life: Life | None = None
+        self._links: dict[Life, DecodeLink] = {}
+        self._pairings: dict[Life, Pairing] = {}
+        self._peers: dict[Life, DecodePeer] = {}
+        self._ranks.wait_for(RankReady, "load their weights")
+        configure = first_configuration(spec)
+        self._ranks.configure(configure)
+        self._epoch = configure.epoch
+        self._controller = PrefillController(
+            spec, epoch=configure.epoch, to_server=self._to_server, to_ranks=self._ranks.send
+        )
+        self._watchdog = BatchWatchdog(spec.engine_config().watchdog_timeout)
+
+    def run(self) -> None:
+        """Take messages and run batches until the process is stopped."""
+        last_seconds = time.monotonic()
+        while True:
+            waits: list[zmq.Socket[bytes]] = [
+                self._supervisor.socket,
+                self._ranks.socket,
+                *(link.socket for link in self._links.values()),
+            ]
+            if self._server is not None:
+                waits.append(self._server)
+            ready, _, _ = zmq.select(waits, [], [], timeout=ALIVE_SECONDS)
+            self._supervisor.report_alive()
+            now = time.monotonic()
+            if ready:
+                last_seconds = now
+            elif now - last_seconds > IDLE_SECONDS:
+                last_seconds = now
+                self._controller.scheduler.check_invariants()
+            if self._ranks.socket in ready:
+                self._take(self._from_rank)
+            for life, link in list(self._links.items()):
+                if link.socket in ready:
+                    self._take(partial(self._from_decode, life, link))
+            if self._server is not None and self._server in ready:
+                self._take(partial(self._from_server, self._server))
+            if self._supervisor.socket in ready:
+                self._take(self._from_supervisor)
+            self._controller.step()
+            self._watchdog.look(self._controller.scheduler.in_flight)
+
+    def _take(self, handle: Callable[[], None]) -> None:
+        try:
+            handle()
+        except HandshakeError:
+            raise  # this group serves no one it does not fit
+        except ProtocolError as error:
+            # A bad message harms its sender's request, not the neighbours'.
+            logger.error("message refused: %s", error)
+
+    def _from_supervisor(self) -> None:
+        news = self._supervisor.receive()
+        life = Life.parse(news.life)
+        match news:
+            case ProcessUp() if life.role == "decode":
+                self._decode_up(life, news.address)
+            case ProcessUp() if life.role == "server":
+                self._server_up(life, news.address)
+            case ProcessDown() if life.role == "decode":
+                self._decode_down(life, news.reason)
+            case ProcessDown() if life == self._server_life:
+                self._controller.server_lost(news.reason)
+            case _:
+                pass
+
+    def _server_up(self, life: Life, address: str) -> None:
+        if self._server is not None:
+            self._server.close()
+        self._server = dealer(self._life.identity, address)
+        self._server_life = life
+        self._controller.introduce()
+
+    def _decode_up(self, life: Life, address: str) -> None:
+        if life in self._links:
+            return
+        link = DecodeLink(self._life, life, address)
+        self._links[life] = link
+        self._pairings[life] = Pairing(
+            self._spec.hello(
+                role="prefill",
+                epoch=self._epoch,
+                session_id=f"{self._spec.run_id}-{self._life}",
+                physical_pages=self._spec.limits.capacity.physical_pages,
+            ),
+            life,
+            address,
+            cp_size=self._spec.limits.cp_size,
+            send=link.send,
+            to_ranks=self._ranks.send,
+        )
+
+    def _decode_down(self, life: Life, reason: str) -> None:
+        pairing = self._pairings.pop(life, None)
+        link = self._links.pop(life, None)
+        if link is not None:
+            link.close()
+        if self._peers.pop(life, None) is not None:
+            self._controller.decode_lost(life, reason)
+        elif pairing is not None and pairing.epoch is not None:
+            # It died while the ranks were mapping its pool: they are to forget it as well.
+            self._ranks.send(DisconnectDecode(decode_epoch=pairing.epoch, reason=reason))
+
+    def _from_rank(self) -> None:
+        message = self._ranks.receive()
+        match message:
+            case BatchDone() | RoomConcluded():
+                self._controller.on_rank(message)
+            case DecodeConnected():
+                self._mapped(message)
+            case _:
+                pass
+
+    def _mapped(self, message: DecodeConnected) -> None:
+        for life, pairing in list(self._pairings.items()):
+            if pairing.epoch != message.decode_epoch:
+                continue
+            peer = pairing.mapped(message)
+            if pairing.failure is not None:
+                logger.error("%s cannot be written to: %s", life, pairing.failure)
+                del self._pairings[life]
+            if peer is not None:
+                del self._pairings[life]
+                self._peers[life] = peer
+                self._controller.paired(peer)
+
+    def _from_decode(self, life: Life, link: DecodeLink) -> None:
+        message = link.receive()
+        if isinstance(message, Hello):
+            pairing = self._pairings.get(life)
+            if pairing is None:
+                raise ProtocolError("a greeting from a pair that stands", value=str(life))
+            pairing.greeted(message)
+        elif isinstance(message, Reserve | Declined | Released | AbortRoom):
+            peer = self._peers.get(life)
+            if peer is None:
+                raise ProtocolError("a message before the pair stands", value=str(life))
+            self._controller.on_decode(peer, message)
+
+    def _from_server(self, server: zmq.Socket[bytes]) -> None:
+        self._controller.on_server(FROM_SERVER.decode(server.recv()))
+
+    def _to_server(self, message: msgspec.Struct) -> None:
+        if self._server is not None:  # else nobody has asked for anything yet
+            self._server.send(encode(message))
+
+
+class BatchWatchdog:
+    """Notices a batch that does not end: a rank is stopped, or their collective hangs."""
+
+    def __init__(self, timeout_seconds: float) -> None:
+        self._timeout_seconds = timeout_seconds
+        self._batch: Batch | None = None
+        self._since_seconds = 0.0
+
+    def look(self, batch: Batch | None) -> None:
+        """CpkvError when the batch in flight has been the same for too long."""
+        now = time.monotonic()
+        if batch is not self._batch:
+            self._batch, self._since_seconds = batch, now
+        elif batch is not None and now - self._since_seconds > self._timeout_seconds:
+            raise CpkvError(
+                f"batch {batch.batch_id} has not ended on all ranks",
+                value=f"{now - self._since_seconds:.0f} s",
+                allowed=f"--watchdog-timeout {self._timeout_seconds:.0f}",
+            )
+
+
+def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
     """Body of the controller process."""
-    links = GroupLinks(spec)
-    server = zmq.Context.instance().socket(zmq.DEALER)
-    server.setsockopt(zmq.IDENTITY, IDENTITY)
-    server.linger = 0
-    server.sndhwm = server.rcvhwm = 0
-    server.connect(spec.endpoints.server)
-
-    def to_server(message: msgspec.Struct) -> None:
-        server.send(encode(message))
-
-    links.await_ranks(RankReady, "load their weights")
-    configure = first_configuration(spec)
-    decode = links.start_group(configure)
-    controller = PrefillController(
-        spec,
-        epoch=configure.epoch,
-        decode_epoch=decode.epoch,
-        to_server=to_server,
-        to_ranks=links.to_ranks,
-        to_decode=links.to_decode,
-    )
+    supervisor.report("started")
+    process = PrefillProcess(spec, life, supervisor)
     log_capacity(spec)
-    to_server(Registered(role="prefill"))
-    report(spec, f"prefill-{index}", ready=True)
-    while True:
-        ready, _, _ = zmq.select([server, links.ranks, links.decode], [], [], timeout=IDLE_SECONDS)
-        if not ready:
-            controller.scheduler.check_invariants()
-        for socket in ready:
-            try:
-                if socket is server:
-                    controller.on_server(FROM_SERVER.decode(server.recv()))
-                elif socket is links.ranks:
-                    _from_rank(controller, links)
-                else:
-                    _from_decode(controller, links)
-            except ProtocolError as error:
-                # A bad message harms its sender's request, not the neighbours'.
-                logger.error("message refused: %s", error)
-        controller.step()
-
-
-def _from_rank(controller: PrefillController, links: GroupLinks) -> None:
-    message = links.from_rank()
-    if isinstance(message, BatchDone | RoomConcluded):
-        controller.on_rank(message)
-
-
-def _from_decode(controller: PrefillController, links: GroupLinks) -> None:
-    message = links.from_decode()
-    if isinstance(message, Reserve | Declined | Released | AbortRoom):
-        controller.on_decode(message)
+    supervisor.report("ready")
+    process.run()

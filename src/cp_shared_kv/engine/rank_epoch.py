@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import BatchDone, Configure, RoomToken
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription
@@ -25,7 +26,7 @@ from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.scratch import Scratch
-from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
+from cp_shared_kv.transfer.messages import AbortRoom, Concluded, OpenRoom, Quiesced, Sent
 from cp_shared_kv.transfer.transport import KVTransport
 
 Send = Callable[[msgspec.Struct], None]
@@ -38,12 +39,13 @@ class RankEpoch:
         self,
         configure: Configure,
         spec: RunSpec,
+        life: Life,
         model: ModelDescription,
         transformer: Transformer,
         group: CPGroup,
         transport: KVTransport,
         *,
-        to_decode: Send,
+        to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
     ) -> None:
         rank = group.cp_rank
@@ -51,7 +53,9 @@ class RankEpoch:
         self._to_controller = to_controller
         self._scratch = Scratch(configure.scratch_limit_bytes)
         if configure.shared:
-            names = [spec.region_name(f"rank{r}", configure.epoch) for r in range(group.cp_size)]
+            names = [
+                spec.region_name(life, f"rank{r}", configure.epoch) for r in range(group.cp_size)
+            ]
             self._pools = RankPools.make_shared(
                 model.pool_spec, configure.physical_pages, group, names
             )

@@ -19,18 +19,21 @@ import msgspec
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.cluster import Cluster, Progress
 from cp_shared_kv.engine.codecs import RECORDED, Recorded
-from cp_shared_kv.engine.links import GroupLinks
+from cp_shared_kv.engine.links import DecodeLink, RanksLink
 from cp_shared_kv.engine.messages import (
     BatchDone,
     BeginReplay,
     Configure,
+    DecodeConnected,
     ReplayReady,
     RoomCovered,
     StepDone,
 )
+from cp_shared_kv.engine.pairing import DecodePeer, Pairing
 from cp_shared_kv.engine.recording import Difference, compare_logits, read_messages
-from cp_shared_kv.errors import CpkvError
-from cp_shared_kv.transfer.messages import FirstToken, OpenRoom, Reserve
+from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.errors import CpkvError, StartupError
+from cp_shared_kv.transfer.messages import FirstToken, Hello, OpenRoom, Reserve
 
 
 @dataclass(frozen=True)
@@ -61,10 +64,12 @@ def replay_replicated(
     damages one byte of one page before that batch, to show that the comparison notices.
     """
     spec, limits = cluster.spec, cluster.limits
-    cluster.stop_child("prefill-0")
+    group, worker = cluster.life("prefill-0"), cluster.life("decode-0")
+    cluster.take_over("prefill-0")
     prefill = [_decode(data) for data in read_messages(recording / "prefill.messages")]
     decode = [_decode(data) for data in read_messages(recording / "decode.messages")]
-    links = GroupLinks(spec)
+    ranks = RanksLink(spec, group)
+    decode_link = DecodeLink(group, worker, spec.endpoints.inbox(worker))
     try:
         configure = Configure(
             epoch=time.time_ns(),
@@ -75,12 +80,43 @@ def replay_replicated(
             record=str(record_to),
             flip_byte_before_batch=flip_byte_before_batch,
         )
-        decode_epoch = links.start_group(configure).epoch
-        links.to_decode(BeginReplay(prefill_epoch=configure.epoch, record=str(record_to)))
-        links.await_decode(ReplayReady, "begin the replay")
-        _Replay(links, configure.epoch, decode_epoch, prefill, decode, on_progress).run()
+        ranks.configure(configure)
+        peer = _pair(spec, configure, ranks, decode_link)
+        peer.send(BeginReplay(prefill_epoch=configure.epoch, record=str(record_to)))
+        decode_link.wait_for(ReplayReady, "begin the replay")
+        _Replay(ranks, decode_link, configure.epoch, peer.epoch, prefill, decode, on_progress).run()
     finally:
-        links.close()
+        ranks.close()
+        decode_link.close()
+
+
+def _pair(
+    spec: RunSpec, configure: Configure, ranks: RanksLink, decode_link: DecodeLink
+) -> DecodePeer:
+    """The handshake with decode, step by step. StartupError if an end does not answer."""
+    pairing = Pairing(
+        spec.hello(
+            role="prefill",
+            epoch=configure.epoch,
+            session_id=f"{spec.run_id}-replay",
+            physical_pages=configure.physical_pages,
+        ),
+        decode_link.decode,
+        decode_link.address,
+        cp_size=spec.limits.cp_size,
+        send=decode_link.send,
+        to_ranks=ranks.send,
+    )
+    theirs = decode_link.wait_for(Hello, "answer the handshake")
+    assert isinstance(theirs, Hello)
+    pairing.greeted(theirs)
+    peer: DecodePeer | None = None
+    for told in ranks.wait_for(DecodeConnected, "map the decode worker's pool"):
+        assert isinstance(told, DecodeConnected)
+        peer = pairing.mapped(told)
+    if peer is None:
+        raise StartupError(f"the decode worker cannot be written to: {pairing.failure}")
+    return peer
 
 
 class _Replay:
@@ -88,14 +124,15 @@ class _Replay:
 
     def __init__(
         self,
-        links: GroupLinks,
+        ranks: RanksLink,
+        decode_link: DecodeLink,
         epoch: int,
         decode_epoch: int,
         prefill: list[Recorded],
         decode: list[Recorded],
         on_progress: Progress,
     ) -> None:
-        self._links = links
+        self._ranks, self._decode_link = ranks, decode_link
         self._epoch, self._decode_epoch = epoch, decode_epoch
         self._prefill: Iterator[Recorded] = iter(prefill)
         self._decode = decode
@@ -108,13 +145,13 @@ class _Replay:
         for message in self._decode:
             match message:
                 case Reserve():
-                    self._links.to_decode(message)
+                    self._decode_link.send(message)
                 case FirstToken():
                     while message.room not in self._covered:
                         self._prefill_until_covered(message.room)
                 case Batch():
-                    self._links.to_decode(message)
-                    self._links.await_decode(StepDone, "run a recorded step")
+                    self._decode_link.send(message)
+                    self._decode_link.wait_for(StepDone, "run a recorded step")
                     self._count("decode steps")
                 case OpenRoom():
                     raise CpkvError("a prefill message in decode's recording")
@@ -123,14 +160,14 @@ class _Replay:
         """Run recorded prefill messages up to the room's last chunk, then wait for its pages."""
         for message in self._prefill:
             if isinstance(message, OpenRoom):
-                self._links.to_ranks(
+                self._ranks.send(
                     msgspec.structs.replace(
                         message, epoch=self._epoch, decode_epoch=self._decode_epoch
                     )
                 )
             elif isinstance(message, Batch):
-                self._links.to_ranks(msgspec.structs.replace(message, epoch=self._epoch))
-                self._links.await_ranks(BatchDone, "run a recorded batch")
+                self._ranks.send(msgspec.structs.replace(message, epoch=self._epoch))
+                self._ranks.wait_for(BatchDone, "run a recorded batch")
                 self._count("prefill batches")
                 last = {part.room for part in message.requests if part.last}
                 self._await_cover(last)
@@ -140,7 +177,7 @@ class _Replay:
 
     def _await_cover(self, rooms: set[int]) -> None:
         while not rooms <= self._covered:
-            told = self._links.await_decode(RoomCovered, "receive a replayed room")
+            told = self._decode_link.wait_for(RoomCovered, "receive a replayed room")
             assert isinstance(told, RoomCovered)
             self._covered.add(told.room)
 

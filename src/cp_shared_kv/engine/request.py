@@ -8,6 +8,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.transfer.messages import OpenRoom, SamplingParams
 
@@ -30,6 +31,7 @@ class PrefillRequest:
     """A prompt, its progress, and what is left to conclude. Owned by the scheduler."""
 
     room: int
+    decode: DecodePeer
     token_ids: npt.NDArray[np.int64]
     max_tokens: int
     sampling: SamplingParams

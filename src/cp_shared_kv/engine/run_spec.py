@@ -10,6 +10,8 @@ import msgspec
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.memory.buffers import SEGMENT_PREFIX
 from cp_shared_kv.transfer.messages import Hello
 from cp_shared_kv.transfer.regions import Region
 
@@ -48,9 +50,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         """The run's sockets."""
         return Endpoints(Path(self.run_dir))
 
-    def region_name(self, role: str, epoch: int) -> str:
-        """Shared-memory name of one process's pool in one epoch."""
-        return f"cpkv-{self.run_id}-{role}-e{epoch}"
+    def region_name(self, life: Life, part: str, epoch: int) -> str:
+        """Shared-memory name of one pool of a life of a unit, in one epoch."""
+        return f"{self.region_prefix(life)}{part}-e{epoch}"
+
+    def region_prefix(self, life: Life) -> str:
+        """What the names of all shared memory of one life begin with."""
+        return f"{SEGMENT_PREFIX}{self.run_id}-{life}-"
 
     def hello(
         self,

@@ -106,12 +106,17 @@ def _chunk_scratch_bytes(config: EngineConfig, spec: KVPoolSpec) -> int:
 def _sized_by_budget(
     config: EngineConfig, spec: KVPoolSpec, context_length: int, budget_bytes: int
 ) -> KVCapacity:
-    """The largest pools of which N, their scratch and decode's pool stay within the budget."""
-    ranks, sharers, page_size = config.cp_size, _sharers(config), config.page_size
-    copies = ranks + sharers  # decode's pool is as large as the group's, unless it has its own size
+    """The largest pools of which all ranks', their scratch and decode's stay within the budget."""
+    ranks, sharers, page_size = (
+        config.prefill_groups * config.cp_size,
+        _sharers(config),
+        config.page_size,
+    )
+    # A decode worker's pool is as large as a group's, unless it has its own size.
+    copies = ranks + config.decode_workers * sharers
     if config.decode_max_total_tokens is not None:
         decode = KVCapacity.from_tokens(config.decode_max_total_tokens, page_size, 1)
-        budget_bytes -= spec.pool_bytes(decode.physical_pages)
+        budget_bytes -= config.decode_workers * spec.pool_bytes(decode.physical_pages)
         copies = ranks
     page_bytes = -(-copies * spec.bytes_per_page // ranks)  # with a rank's share of decode's page
     rank_bytes = max(0, budget_bytes // ranks - _chunk_scratch_bytes(config, spec))
@@ -143,10 +148,10 @@ def free_shared_memory_bytes() -> int:
     return stat.f_bavail * stat.f_frsize
 
 
-def check_shared_memory(limits: EngineLimits) -> None:
+def check_shared_memory(limits: EngineLimits, config: EngineConfig) -> None:
     """Refuse pools that shared memory cannot hold together, before any process starts."""
-    wanted = limits.decode_pool_bytes
+    wanted = config.decode_workers * limits.decode_pool_bytes
     if limits.shared:
-        wanted += limits.pool_bytes_per_rank * limits.cp_size
+        wanted += config.prefill_groups * limits.cp_size * limits.pool_bytes_per_rank
     if wanted > free_shared_memory_bytes():
         raise shared_memory_shortage(wanted)

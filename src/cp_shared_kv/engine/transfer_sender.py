@@ -16,7 +16,15 @@ from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.transfer.actions import PrefillAction, ReleaseSources, SendMessage, SubmitWrite
 from cp_shared_kv.transfer.descriptors import PageAreas, expand, merge_pages
-from cp_shared_kv.transfer.messages import AbortRoom, Acknowledged, Hello, OpenRoom
+from cp_shared_kv.transfer.messages import (
+    AbortRoom,
+    Acknowledged,
+    Concluded,
+    Hello,
+    OpenRoom,
+    Quiesced,
+    Sent,
+)
 from cp_shared_kv.transfer.prefill_session import PrefillSession
 from cp_shared_kv.transfer.transport import KVTransport, PeerInfo
 
@@ -25,8 +33,17 @@ NO_POSITIONS = Positions(np.zeros(0, dtype=np.int64))
 Send = Callable[[msgspec.Struct], None]
 
 
+@dataclass(frozen=True)
+class _Decode:
+    """A decode worker that this rank can write to."""
+
+    hello: Hello
+    areas: PageAreas
+
+
 @dataclass
 class _Room:
+    decode: _Decode
     session: PrefillSession
     pages: int = 0
     descriptors: int = 0
@@ -49,7 +66,7 @@ class TransferSender:
         rank: int,
         epoch: int,
         sends_nothing: bool,
-        to_decode: Send,
+        to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
     ) -> None:
         self._layout = layout
@@ -62,30 +79,45 @@ class TransferSender:
         self._to_decode = to_decode
         self._to_controller = to_controller
         self._rooms: dict[int, _Room] = {}
-        self._decode: Hello | None = None
-        self._areas: PageAreas | None = None
+        self._decodes: dict[int, _Decode] = {}
 
     def connect(self, decode: Hello) -> None:
-        """Map the pool of the decode worker that the controller has shaken hands with."""
+        """Map the pool of a decode worker that the controller has shaken hands with.
+
+        TransferError if it cannot be reached.
+        """
         self._transport.connect(PeerInfo(decode.session_id, decode.regions))
-        self._decode = decode
-        self._areas = PageAreas.between(
-            self._pool.spec, self._pool.physical_pages, decode.physical_pages
-        )
+        areas = PageAreas.between(self._pool.spec, self._pool.physical_pages, decode.physical_pages)
+        self._decodes[decode.epoch] = _Decode(decode, areas)
+
+    def decode_dead(self, decode_epoch: int, reason: str) -> None:
+        """A decode worker's process is gone: its rooms end, and its memory is unmapped."""
+        decode = self._decodes.pop(decode_epoch, None)
+        if decode is None:
+            return
+        for name, room in list(self._rooms.items()):
+            if room.decode is decode:
+                self._carry_out(name, room.session.peer_dead(reason))
+        self._transport.disconnect(decode.hello.session_id)
 
     def open(self, message: OpenRoom) -> None:
         """Take a reserved room; precedes its first chunk."""
-        decode = self._connected()
+        decode = self._decodes.get(message.decode_epoch)
+        if decode is None:
+            raise ProtocolError(
+                "a room for a decode worker that is not connected", value=message.decode_epoch
+            )
         if message.room in self._rooms:
             raise ProtocolError("room is already open at this rank", value=message.room)
         self._rooms[message.room] = _Room(
+            decode,
             PrefillSession(
                 room=message.room,
                 rank=self._rank,
                 epoch=self._epoch,
                 peer_epoch=message.decode_epoch,
-                reservation=message.reservation(decode.physical_pages),
-            )
+                reservation=message.reservation(decode.hello.physical_pages),
+            ),
         )
 
     def send_chunk(self, part: BatchRequest) -> None:
@@ -131,8 +163,11 @@ class TransferSender:
             room.session.check_invariants()
 
     def close(self) -> None:
-        """Forget all rooms and this epoch's pool. The link to decode's memory stays."""
+        """Forget all rooms and this epoch's pool, and unmap the decode workers' memory."""
         self._rooms.clear()
+        for decode in self._decodes.values():
+            self._transport.disconnect(decode.hello.session_id)
+        self._decodes.clear()
         self._transport.unregister(self._region)
 
     def _carry_out(self, name: int, actions: list[PrefillAction]) -> None:
@@ -142,6 +177,7 @@ class TransferSender:
                 case SubmitWrite():
                     self._write(name, room, action)
                 case SendMessage():
+                    assert isinstance(action.message, Sent | Concluded | Quiesced)
                     self._to_decode(action.message)
                 case ReleaseSources():
                     self._to_controller(
@@ -158,16 +194,15 @@ class TransferSender:
             self._rooms.pop(name, None)
 
     def _write(self, name: int, room: _Room, write: SubmitWrite) -> None:
-        decode = self._connected()
-        assert self._areas is not None
+        decode = room.decode
         runs = expand(
             merge_pages(write.source_physical_pages, write.destination_physical_pages),
-            self._areas,
+            decode.areas,
             local_region=self._region.name,
-            remote_region=decode.regions[0].name,
+            remote_region=decode.hello.regions[0].name,
         )
         try:
-            nbytes = self._transport.write(decode.session_id, runs).result()
+            nbytes = self._transport.write(decode.hello.session_id, runs).result()
         except TransferError as error:
             actions = room.session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
         else:
@@ -176,8 +211,3 @@ class TransferSender:
             room.nbytes += nbytes
             actions = room.session.write_done(write.chunk, runs.count, nbytes)
         self._carry_out(name, actions)
-
-    def _connected(self) -> Hello:
-        if self._decode is None:
-            raise ProtocolError("no decode worker is connected to this rank")
-        return self._decode

@@ -12,20 +12,22 @@ import torch.distributed as dist
 import zmq
 
 from cp_shared_kv.engine.batch import Batch
-from cp_shared_kv.engine.child import report
-from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, encode
-from cp_shared_kv.engine.links import rank_identity
+from cp_shared_kv.engine.child import SupervisorLink
+from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, RankToDecode, encode
+from cp_shared_kv.engine.links import dealer
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Configure,
     Configured,
     ConnectDecode,
     DecodeConnected,
+    DisconnectDecode,
     RankReady,
 )
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
-from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, TorchGroup
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
@@ -47,24 +49,22 @@ class RankWorker:
     def __init__(
         self,
         spec: RunSpec,
+        life: Life,
         model: ModelDescription,
         transformer: Transformer,
         group: CPGroup,
-        context: zmq.Context[zmq.Socket[bytes]],
     ) -> None:
         self._spec = spec
+        self._life = life
         self._model = model
         self._transformer = transformer
         self._group = group
         self._rank = group.cp_rank
-        self._context = context
-        identity = rank_identity(self._rank)
-        self.controller = context.socket(zmq.DEALER)
-        self.controller.setsockopt(zmq.IDENTITY, identity)
-        self.controller.linger = 0
-        self.controller.connect(spec.endpoints.ranks)
-        self.decode: zmq.Socket[bytes] | None = None
-        self._transport = SharedMemoryTransport(f"{spec.run_id}-rank{self._rank}")
+        self._identity = life.rank_identity(self._rank)
+        self.controller = dealer(self._identity, spec.endpoints.inbox(life))
+        self.decodes: dict[int, zmq.Socket[bytes]] = {}
+        """Links to decode workers, by the epoch of each."""
+        self._transport = SharedMemoryTransport(f"{spec.run_id}-{life}-rank{self._rank}")
         self._epoch: RankEpoch | None = None
 
     def handle(self, message: msgspec.Struct) -> None:
@@ -74,6 +74,8 @@ class RankWorker:
                 self._configure(message)
             case ConnectDecode():
                 self._connect(message)
+            case DisconnectDecode():
+                self._disconnect(message)
             case OpenRoom():
                 self._running().open(message)
             case Batch():
@@ -102,6 +104,7 @@ class RankWorker:
         self._epoch = RankEpoch(
             message,
             self._spec,
+            self._life,
             self._model,
             self._transformer,
             self._group,
@@ -114,14 +117,22 @@ class RankWorker:
         )
 
     def _connect(self, message: ConnectDecode) -> None:
-        self._running().sender.connect(message.hello)
-        if self.decode is None:
-            self.decode = self._context.socket(zmq.DEALER)
-            self.decode.setsockopt(zmq.IDENTITY, rank_identity(self._rank))
-            self.decode.linger = 0
-            self.decode.sndhwm = 0
-            self.decode.connect(message.address)
-        self._to_controller(DecodeConnected(rank=self._rank))
+        """A decode worker that cannot be reached is no fault of this rank: it is reported."""
+        failure = None
+        try:
+            self._running().sender.connect(message.hello)
+        except TransferError as error:
+            failure = str(error)
+        epoch = message.hello.epoch
+        if failure is None and epoch not in self.decodes:
+            self.decodes[epoch] = dealer(self._identity, message.address)
+        self._to_controller(DecodeConnected(rank=self._rank, decode_epoch=epoch, failure=failure))
+
+    def _disconnect(self, message: DisconnectDecode) -> None:
+        self._running().sender.decode_dead(message.decode_epoch, message.reason)
+        link = self.decodes.pop(message.decode_epoch, None)
+        if link is not None:
+            link.close()
 
     def _running(self) -> RankEpoch:
         if self._epoch is None:
@@ -131,17 +142,17 @@ class RankWorker:
     def _to_controller(self, message: msgspec.Struct) -> None:
         self.controller.send(encode(message))
 
-    def _to_decode(self, message: msgspec.Struct) -> None:
-        if self.decode is None:
-            raise ProtocolError("no decode worker is connected to this rank")
-        self.decode.send(encode(message))
+    def _to_decode(self, message: RankToDecode) -> None:
+        link = self.decodes.get(message.peer_epoch)
+        if link is not None:  # else it is gone, and nobody waits for this
+            link.send(encode(message))
 
 
-def make_group(spec: RunSpec, rank: int) -> CPGroup:
+def make_group(spec: RunSpec, life: Life, rank: int) -> CPGroup:
     """Join the group's collectives: gloo over a file store in the run's private directory."""
     dist.init_process_group(
         "gloo",
-        init_method=f"file://{spec.run_dir}/gloo",
+        init_method=f"file://{spec.run_dir}/gloo-{life}",
         rank=rank,
         world_size=spec.limits.cp_size,
     )
@@ -150,26 +161,28 @@ def make_group(spec: RunSpec, rank: int) -> CPGroup:
     return TorchGroup(group)
 
 
-def run(spec: RunSpec, rank: int) -> None:
+def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
     """Body of a rank process."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = spec.engine_config()
     model = describe_model(config)
     transformer = Transformer.load(config.model_path, model.compute_dtype)
-    worker = RankWorker(spec, model, transformer, make_group(spec, rank), zmq.Context.instance())
+    worker = RankWorker(spec, life, model, transformer, make_group(spec, life, rank))
     worker.controller.send(encode(RankReady(rank=rank)))
-    report(spec, f"rank-{rank}", ready=True)
+    link.report("ready")
     next_look_seconds = time.monotonic() + RESEND_SECONDS
     while True:
-        sockets = [worker.controller] + ([worker.decode] if worker.decode is not None else [])
+        decodes = list(worker.decodes.values())
         wait_seconds = max(0.0, next_look_seconds - time.monotonic())
-        ready, _, _ = zmq.select(sockets, [], [], timeout=wait_seconds)
+        ready, _, _ = zmq.select([worker.controller, *decodes], [], [], timeout=wait_seconds)
         if time.monotonic() >= next_look_seconds:
             worker.look_after_transfers()
             next_look_seconds = time.monotonic() + RESEND_SECONDS
-        if worker.decode is not None and worker.decode in ready:
+        for decode in decodes:
+            if decode not in ready:
+                continue
             try:
-                worker.on_decode(worker.decode.recv())
+                worker.on_decode(decode.recv())
             except ProtocolError as error:
                 logger.error("message of decode refused: %s", error)
         if worker.controller in ready:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import re
 import stat
+import time
+from pathlib import Path
 from typing import Protocol, Self
 
 import torch
@@ -20,6 +23,9 @@ from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError, St
 
 SHARED_MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 (files are made exclusively, mode 0600)
 CONTAINER_DEFAULT_BYTES = 64 << 20
+SEGMENT_PREFIX = "cpkv-"
+STALE_SECONDS = 60.0
+"""A segment younger than this may be one whose maker has not locked it yet."""
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)
 _NAME = re.compile(r"[a-zA-Z0-9_-][a-zA-Z0-9._-]{0,199}")
 
@@ -42,10 +48,11 @@ class Buffer(Protocol):
 
 
 class PrivateBuffer:
-    """`nbytes` zeroed bytes that no other process can see."""
+    """`nbytes` zeroed bytes that no other process can see, in host memory or a GPU's."""
 
-    def __init__(self, nbytes: int) -> None:
-        self._memory = _Memory(torch.zeros(nbytes, dtype=torch.uint8), "private buffer")
+    def __init__(self, nbytes: int, device: torch.device | None = None) -> None:
+        zeros = torch.zeros(nbytes, dtype=torch.uint8, device=device)
+        self._memory = _Memory(zeros, "private buffer")
 
     @property
     def name(self) -> None:
@@ -67,7 +74,9 @@ class SharedMemoryBuffer:
     """One POSIX shared-memory segment, mapped once. Made by `create` or `attach`.
 
     No process's exit removes the segment: call unlink() once every peer has mapped it. From then
-    on only the mappings keep it alive, so nothing is left behind however the processes end.
+    on only the mappings keep it alive, so nothing is left behind however the processes end. One
+    whose peers come and go keeps its name; if its maker is killed, the name is left to
+    `remove_stale_segments`.
     """
 
     def __init__(self, name: str, mapping: mmap.mmap) -> None:
@@ -101,7 +110,10 @@ class SharedMemoryBuffer:
             os.fchmod(fd, 0o600)  # whatever the umask took away
             # A segment that is only sized dies of SIGBUS later, at the first page without room.
             os.posix_fallocate(fd, 0, nbytes)
-            return cls(name, mmap.mmap(fd, nbytes))
+            mapping = mmap.mmap(fd, nbytes)
+            # Held as long as the mapping: it says that the maker lives.
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return cls(name, mapping)
         except BaseException as error:  # an interrupt too must leave nothing behind
             os.unlink(path)
             if isinstance(error, OSError) and error.errno in NO_ROOM:
@@ -175,6 +187,27 @@ class _Memory:
 
     def release(self) -> None:
         self._tensor = None
+
+
+def remove_stale_segments() -> list[str]:
+    """Remove this user's named segments whose makers are gone; returns their names.
+
+    A process that still maps one keeps its memory. Safe beside running clusters.
+    """
+    removed: list[str] = []
+    for path in Path(SHARED_MEMORY_DIRECTORY).glob(f"{SEGMENT_PREFIX}*"):
+        with contextlib.suppress(OSError):
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                found = os.fstat(fd)
+                old = time.time() - found.st_ctime > STALE_SECONDS
+                if stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and old:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                    removed.append(path.name)
+            finally:
+                os.close(fd)
+    return removed
 
 
 def _checked_path(name: str, nbytes: int) -> str:

@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 
 import msgspec
 
-from cp_shared_kv.engine.api import EngineDescription, EngineStats
-from cp_shared_kv.server.metrics import cache_hit_rate
+from cp_shared_kv.engine.api import EngineDescription, EngineStats, PrefillGroupStats
 
 
 class Load(msgspec.Struct, kw_only=True):
@@ -42,32 +41,41 @@ class Loads(msgspec.Struct, kw_only=True):
     version: str
     loads: list[Load]
     aggregate: TotalLoad
-    dp_rank_count: int = 1
+    dp_rank_count: int
 
 
 def loads(description: EngineDescription, stats: EngineStats) -> Loads:
-    """The load at this moment."""
-    running = stats.prefill_requests + stats.decode_requests
-    waiting = stats.queued_requests
-    usage = stats.used_tokens / description.logical_tokens
-    load = Load(
-        dp_rank=0,
-        num_running_reqs=running,
-        num_waiting_reqs=waiting,
-        num_total_reqs=running + waiting,
-        num_used_tokens=stats.used_tokens,
-        max_total_num_tokens=description.logical_tokens,
-        token_usage=usage,
-        cache_hit_rate=cache_hit_rate(stats),
-    )
+    """The load at this moment. What decodes is not bound to a prefill group: it is counted with
+    the first."""
+    groups = [
+        _load(description, group, stats.decode_requests if place == 0 else 0)
+        for place, group in enumerate(stats.prefill)
+    ]
+    running = sum(load.num_running_reqs for load in groups)
+    waiting = sum(load.num_waiting_reqs for load in groups)
     return Loads(
         timestamp=datetime.now(UTC).isoformat(),
         version=description.version,
-        loads=[load],
+        loads=groups,
         aggregate=TotalLoad(
             total_running_reqs=running,
             total_waiting_reqs=waiting,
             total_reqs=running + waiting,
-            avg_token_usage=usage,
+            avg_token_usage=sum(load.token_usage for load in groups) / len(groups),
         ),
+        dp_rank_count=len(groups),
+    )
+
+
+def _load(description: EngineDescription, group: PrefillGroupStats, decoding: int) -> Load:
+    running = group.running_requests + decoding
+    return Load(
+        dp_rank=group.index,
+        num_running_reqs=running,
+        num_waiting_reqs=group.queued_requests,
+        num_total_reqs=running + group.queued_requests,
+        num_used_tokens=group.locked_tokens,
+        max_total_num_tokens=description.logical_tokens,
+        token_usage=group.locked_tokens / description.logical_tokens,
+        cache_hit_rate=group.cached_tokens_total / max(1, group.prompt_tokens_total),
     )

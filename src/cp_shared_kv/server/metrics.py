@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
 from prometheus_client import Metric as MetricFamily
 from prometheus_client.core import (
@@ -93,12 +93,14 @@ def description_series(description: EngineDescription) -> dict[Metric, Series]:
     ranks = range(description.cp_size)
     pool_gib = description.pool_bytes_per_rank / 2**30
     return {
-        telemetry.MAX_TOTAL_NUM_TOKENS: {(): description.logical_tokens},
-        telemetry.NUM_PAGES: {(): description.logical_pages},
+        telemetry.MAX_TOTAL_NUM_TOKENS: {(): description.total_logical_tokens},
+        telemetry.NUM_PAGES: {(): description.total_logical_tokens // description.page_size},
         telemetry.PAGE_SIZE: {(): description.page_size},
         telemetry.KV_CACHE_MEMORY_USAGE_GB: {(str(rank),): pool_gib for rank in ranks},
         telemetry.PHYSICAL_TOKENS_PER_RANK: {(): description.physical_tokens_per_rank},
         telemetry.CP_SIZE: {(): description.cp_size},
+        telemetry.PREFILL_GROUPS: {(): description.prefill_groups},
+        telemetry.DECODE_WORKERS: {(): description.decode_workers},
         telemetry.LONGEST_PROMPT_TOKENS: {(): description.longest_prompt_tokens},
         telemetry.SCRATCH_LIMIT_BYTES: {(): description.scratch_limit_bytes},
         telemetry.DECODE_TOKENS: {(): description.decode_tokens},
@@ -107,7 +109,7 @@ def description_series(description: EngineDescription) -> dict[Metric, Series]:
 
 def stats_series(description: EngineDescription, stats: EngineStats) -> dict[Metric, Series]:
     """Figures of the moment."""
-    usage = stats.used_tokens / description.logical_tokens
+    usage = stats.used_tokens / description.total_logical_tokens
     running = stats.prefill_requests + stats.decode_requests
     return {
         telemetry.NUM_USED_TOKENS: {(): stats.used_tokens},
@@ -117,8 +119,8 @@ def stats_series(description: EngineDescription, stats: EngineStats) -> dict[Met
         telemetry.TOKEN_USAGE: {(): usage},
         telemetry.FULL_TOKEN_USAGE: {(): usage},
         telemetry.CACHE_HIT_RATE: {(): cache_hit_rate(stats)},
-        telemetry.OWNER_FREE_PAGES: _by_rank(stats.free_pages_per_owner),
-        telemetry.SCRATCH_BYTES: _by_rank(stats.scratch_bytes),
+        telemetry.OWNER_FREE_PAGES: _by_rank(stats, "free_pages_per_owner"),
+        telemetry.SCRATCH_BYTES: _by_rank(stats, "scratch_bytes"),
         telemetry.DECODE_USED_TOKENS: {(): stats.decode_used_tokens},
         telemetry.NUM_RUNNING_REQS: {(): running},
         telemetry.NUM_QUEUE_REQS: {(): stats.queued_requests},
@@ -133,9 +135,10 @@ def stats_series(description: EngineDescription, stats: EngineStats) -> dict[Met
         telemetry.NUM_ABORTED_REQUESTS_TOTAL: {(): stats.requests_total.get("aborted", 0)},
         telemetry.REQUESTS_TOTAL: {(o,): count for o, count in stats.requests_total.items()},
         telemetry.NUM_TRANSFER_FAILED_REQS_TOTAL: {(): stats.failed_transfers_total},
-        telemetry.SENT_PAGES_TOTAL: _by_rank(stats.sent_pages_total),
-        telemetry.SENT_DESCRIPTORS_TOTAL: _by_rank(stats.sent_descriptors_total),
-        telemetry.SENT_BYTES_TOTAL: _by_rank(stats.sent_bytes_total),
+        telemetry.SENT_PAGES_TOTAL: _by_rank(stats, "sent_pages_total"),
+        telemetry.SENT_DESCRIPTORS_TOTAL: _by_rank(stats, "sent_descriptors_total"),
+        telemetry.RESTARTS_TOTAL: {(unit,): n for unit, n in stats.restarts_total.items()},
+        telemetry.SENT_BYTES_TOTAL: _by_rank(stats, "sent_bytes_total"),
     }
 
 
@@ -144,8 +147,13 @@ def cache_hit_rate(stats: EngineStats) -> float:
     return stats.cached_tokens_total / max(1, stats.prompt_tokens_total)
 
 
-def _by_rank(values: Sequence[int]) -> Series:
-    return {(str(rank),): value for rank, value in enumerate(values)}
+def _by_rank(stats: EngineStats, name: str) -> Series:
+    """A figure of every rank, by its group and its place in it."""
+    return {
+        (str(group.index), str(rank)): value
+        for group in stats.prefill
+        for rank, value in enumerate(getattr(group, name))
+    }
 
 
 def _family(metric: Metric, series: Series, model_name: str) -> MetricFamily:

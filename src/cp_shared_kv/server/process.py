@@ -1,17 +1,29 @@
-"""The server's process: `python -m cp_shared_kv.server.process RUN_FILE LISTENER_FD`."""
+"""The server's process: `python -m cp_shared_kv.server.process RUN_FILE LIFE LISTENER_FD`."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import sys
 from pathlib import Path
 
+import zmq.asyncio
+
 from cp_shared_kv._version import __version__
 from cp_shared_kv.engine.api import EngineDescription
-from cp_shared_kv.engine.child import die_with_supervisor, report, run_child, set_up_logging
+from cp_shared_kv.engine.child import (
+    ALIVE_SECONDS,
+    SupervisorLink,
+    die_with_supervisor,
+    run_child,
+    set_up_logging,
+)
 from cp_shared_kv.engine.client import ClusterClient
+from cp_shared_kv.engine.codecs import FROM_SUPERVISOR
+from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.drain import Gate
@@ -20,7 +32,7 @@ from cp_shared_kv.server.serve import serve
 from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
 
-NAME = "server-0"
+logger = logging.getLogger("cp_shared_kv")
 
 
 def describe(spec: RunSpec) -> EngineDescription:
@@ -41,16 +53,22 @@ def describe(spec: RunSpec) -> EngineDescription:
         decode_tokens=limits.decode_tokens,
         pool_bytes_per_rank=limits.pool_bytes_per_rank,
         scratch_limit_bytes=limits.scratch_limit_bytes,
+        prefill_groups=config.prefill_groups,
+        decode_workers=config.decode_workers,
+        router_policy=config.router_policy,
         config=config.as_shown(),
     )
 
 
-async def _serve(spec: RunSpec, listener: socket.socket) -> None:
+async def _serve(
+    spec: RunSpec, life: Life, listener: socket.socket, supervisor: SupervisorLink
+) -> None:
     description = describe(spec)
     config = spec.engine_config()
     directory = config.model_path
     tokenizer = Tokenizer.from_directory(directory)
-    client = ClusterClient(spec.endpoints.server, description)
+    supervisor.report("started")
+    client = ClusterClient(spec.endpoints.inbox(life), description)
     gate = Gate()
     app = create_app(
         client,
@@ -61,26 +79,44 @@ async def _serve(spec: RunSpec, listener: socket.socket) -> None:
         settings=ServerSettings(api_key=config.api_key, enable_metrics=config.enable_metrics),
         gate=gate,
     )
-    await client.start()
+    supervisor.report("reachable")
+    news = asyncio.create_task(_pass_on_news(supervisor, client))
     try:
+        await client.start()
         await serve(
             app,
             listener,
-            on_ready=lambda _address: report(spec, NAME, ready=True),
+            on_ready=lambda _address: supervisor.report("ready"),
             gate=gate,
             drain_seconds=config.shutdown_timeout,
         )
     finally:
+        news.cancel()
         await client.close()
+
+
+async def _pass_on_news(supervisor: SupervisorLink, client: ClusterClient) -> None:
+    """What the supervisor says goes to the client; now and then it is told that we live."""
+    link = zmq.asyncio.Socket.from_socket(supervisor.socket)
+    while True:
+        if await link.poll(timeout=int(ALIVE_SECONDS * 1000)):
+            try:
+                await client.on_news(FROM_SUPERVISOR.decode(await link.recv()))
+            except ProtocolError as error:
+                logger.error("message refused: %s", error)
+        supervisor.report_alive()
 
 
 def main(arguments: list[str]) -> int:
     """Entry point of the server process."""
     spec = RunSpec.load(Path(arguments[0]))
+    life = Life.parse(arguments[1])
     die_with_supervisor(spec)
-    set_up_logging(NAME, spec.config["log_level"])
-    listener = socket.socket(fileno=int(arguments[1]))
-    return run_child(NAME, spec, lambda: asyncio.run(_serve(spec, listener)))
+    set_up_logging(life.unit, spec.config["log_level"])
+    listener = socket.socket(fileno=int(arguments[2]))
+    return run_child(
+        spec, life.identity, lambda link: asyncio.run(_serve(spec, life, listener, link))
+    )
 
 
 if __name__ == "__main__":

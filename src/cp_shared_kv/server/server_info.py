@@ -18,13 +18,15 @@ def server_info(description: EngineDescription, stats: EngineStats | None) -> di
         "served_model_name": description.model_name,
         "context_length": description.context_length,
         "page_size": description.page_size,
-        "max_total_num_tokens": description.logical_tokens,
+        "max_total_num_tokens": description.total_logical_tokens,
         "max_req_input_len": description.longest_prompt_tokens,
         "capacity": {
             "logical_tokens": description.logical_tokens,
             "logical_pages": description.logical_pages,
             "physical_tokens_per_rank": description.physical_tokens_per_rank,
             "cp_size": description.cp_size,
+            "prefill_groups": description.prefill_groups,
+            "decode_workers": description.decode_workers,
             "shard_policy": description.shard_policy,
             "kv_read": description.kv_read,
             "decode_tokens": description.decode_tokens,
@@ -45,7 +47,7 @@ def _usage(description: EngineDescription, stats: EngineStats) -> dict[str, Any]
         "used_tokens": stats.used_tokens,
         "available_tokens": stats.available_tokens,
         "evictable_tokens": stats.cached_tokens,
-        "token_usage": stats.used_tokens / description.logical_tokens,
+        "token_usage": stats.used_tokens / description.total_logical_tokens,
         "cache_hit_rate": cache_hit_rate(stats),
         "decode_used_tokens": stats.decode_used_tokens,
         "queued_requests": stats.queued_requests,
@@ -63,20 +65,24 @@ def _totals(stats: EngineStats) -> dict[str, Any]:
         "evicted_tokens": stats.evicted_tokens_total,
         "failed_transfers": stats.failed_transfers_total,
         "requests": dict(stats.requests_total),
+        "restarts": dict(stats.restarts_total),
     }
 
 
 def _ranks(description: EngineDescription, stats: EngineStats) -> list[dict[str, int]]:
-    # A replicated group has one owner of everything, so the lists may differ in length.
-    columns = {
-        "free_pages": stats.free_pages_per_owner,
-        "sent_pages": stats.sent_pages_total,
-        "sent_descriptors": stats.sent_descriptors_total,
-        "sent_bytes": stats.sent_bytes_total,
-        "scratch_bytes": stats.scratch_bytes,
-    }
-    return [
-        {"cp_rank": rank}
-        | {name: values[rank] for name, values in columns.items() if rank < len(values)}
-        for rank in range(description.cp_size)
-    ]
+    ranks: list[dict[str, int]] = []
+    for group in stats.prefill:
+        # A replicated group has one owner of everything, so the lists may differ in length.
+        columns = {
+            "free_pages": group.free_pages_per_owner,
+            "sent_pages": group.sent_pages_total,
+            "sent_descriptors": group.sent_descriptors_total,
+            "sent_bytes": group.sent_bytes_total,
+            "scratch_bytes": group.scratch_bytes,
+        }
+        ranks += [
+            {"dp_rank": group.index, "cp_rank": rank}
+            | {name: values[rank] for name, values in columns.items() if rank < len(values)}
+            for rank in range(description.cp_size)
+        ]
+    return ranks

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+import time
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 PHYSICAL_TOKENS = 1024
 CP_SIZE = 2
+WAIT_SECONDS = 60
 CHUNK = 300  # not a multiple of the page size, so chunks end inside pages
 
 
@@ -56,6 +58,32 @@ class Running:
     def usage(self) -> dict[str, Any]:
         """Use of the pools now, in tokens."""
         return self.get("/server_info").json()["usage"]
+
+    def await_lost(self, unit: str, life: int) -> None:
+        """Wait until the supervisor has noticed that this life of a unit is over."""
+        self._await(lambda: not self._has_life(unit, lambda number: number <= life), f"{unit} lost")
+
+    def await_ready(self, unit: str, life: int) -> None:
+        """Wait until a unit is up and ready in this life."""
+        self._await(
+            lambda: (
+                self._has_life(unit, lambda number: number == life) and self.cluster.is_ready(unit)
+            ),
+            f"{unit} ready in life {life}",
+        )
+
+    def _has_life(self, unit: str, fits: Callable[[int], bool]) -> bool:
+        try:
+            return fits(self.cluster.life(unit).number)
+        except KeyError:
+            return False
+
+    def _await(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + WAIT_SECONDS
+        while not condition():
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"{what}: not in {WAIT_SECONDS} s; {self.cluster.fatal}")
+            time.sleep(0.02)
 
     def log_lines(self, start: str) -> list[str]:
         """Logged messages that begin with `start`, without time and process."""

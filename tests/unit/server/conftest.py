@@ -15,10 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from cp_shared_kv.engine.api import (
+    DecodeWorkerStats,
     EngineDescription,
     EngineRefusal,
     EngineStats,
     GenerateRequest,
+    PrefillGroupStats,
     TokenChunk,
     TokenLogprobs,
 )
@@ -51,25 +53,36 @@ DESCRIPTION = EngineDescription(
 )
 
 STATS = EngineStats(
-    available_tokens=192,
-    cached_tokens=128,
-    locked_tokens=192,
-    free_pages_per_owner=(1, 1, 1, 0),
-    queued_requests=3,
-    prefill_requests=2,
-    decode_queued_requests=1,
-    decode_requests=5,
-    decode_used_tokens=320,
-    prompt_tokens_total=1000,
-    cached_tokens_total=250,
-    generated_tokens_total=77,
-    evicted_tokens_total=64,
+    prefill=[
+        PrefillGroupStats(
+            index=0,
+            available_tokens=192,
+            cached_tokens=128,
+            locked_tokens=192,
+            free_pages_per_owner=(1, 1, 1, 0),
+            queued_requests=3,
+            running_requests=2,
+            prompt_tokens_total=1000,
+            cached_tokens_total=250,
+            evicted_tokens_total=64,
+            sent_pages_total=(4, 3, 3, 2),
+            sent_descriptors_total=(8, 6, 6, 4),
+            sent_bytes_total=(4000, 3000, 3000, 2000),
+            scratch_bytes=(10, 20, 30, 40),
+        )
+    ],
+    decode=[
+        DecodeWorkerStats(
+            index=0,
+            used_tokens=320,
+            queued_requests=1,
+            running_requests=5,
+            generated_tokens_total=77,
+            failed_transfers_total=1,
+        )
+    ],
     requests_total={"finished": 9, "aborted": 2, "failed": 1, "refused": 4},
-    failed_transfers_total=1,
-    sent_pages_total=(4, 3, 3, 2),
-    sent_descriptors_total=(8, 6, 6, 4),
-    sent_bytes_total=(4000, 3000, 3000, 2000),
-    scratch_bytes=(10, 20, 30, 40),
+    restarts_total={"decode-0": 1},
 )
 
 

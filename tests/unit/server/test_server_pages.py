@@ -72,8 +72,8 @@ def test_capacity_and_use_are_logical_tokens(http):
 
 def test_figures_per_rank(http):
     have = figures(http)
-    assert [have[f"cpkv:sent_pages_total{{cp_rank={r}}}"] for r in range(4)] == [4, 3, 3, 2]
-    assert [have[f"cpkv:owner_free_pages{{cp_rank={r}}}"] for r in range(4)] == [1, 1, 1, 0]
+    assert [have[f"cpkv:sent_pages_total{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [4, 3, 3, 2]
+    assert [have[f"cpkv:owner_free_pages{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [1, 1, 1, 0]
     assert have["sglang:kv_cache_memory_usage_gb{cp_rank=3}"] == 3 / 1024
 
 
@@ -107,11 +107,11 @@ def test_figures_per_rank(http):
         ("sglang:num_transfer_failed_reqs_total", "totals.failed_transfers"),
         ("sglang:num_aborted_requests_total", "totals.requests.aborted"),
         ("cpkv:requests_total{outcome=finished}", "totals.requests.finished"),
-        ("cpkv:sent_pages_total{cp_rank=2}", "ranks.2.sent_pages"),
-        ("cpkv:sent_descriptors_total{cp_rank=2}", "ranks.2.sent_descriptors"),
-        ("cpkv:sent_bytes_total{cp_rank=2}", "ranks.2.sent_bytes"),
-        ("cpkv:owner_free_pages{cp_rank=3}", "ranks.3.free_pages"),
-        ("cpkv:scratch_bytes{cp_rank=3}", "ranks.3.scratch_bytes"),
+        ("cpkv:sent_pages_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_pages"),
+        ("cpkv:sent_descriptors_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_descriptors"),
+        ("cpkv:sent_bytes_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_bytes"),
+        ("cpkv:owner_free_pages{cp_rank=3,dp_rank=0}", "ranks.3.free_pages"),
+        ("cpkv:scratch_bytes{cp_rank=3,dp_rank=0}", "ranks.3.scratch_bytes"),
     ],
 )
 def test_server_info_and_metrics_agree(http, metric, path):

@@ -1,0 +1,293 @@
+"""Watches the processes of one run: who is up, who is gone, who is started again.
+
+What dies takes its unit along: a prefill group's ranks share every prompt and its controller has
+their books, so none of them is of use without the others. The rest of the run hears of it, and
+goes on; the unit is started again under a new life. Only what the kernel reaped counts as dead.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from contextlib import suppress
+
+import msgspec
+import zmq
+
+from cp_shared_kv.engine.child import ChildReport
+from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.endpoints import Endpoints
+from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.messages import ProcessDown, ProcessUp
+from cp_shared_kv.engine.spawning import (
+    Spawner,
+    Unit,
+    kill_processes,
+    process_name,
+    stop_processes,
+)
+from cp_shared_kv.errors import InvariantError
+
+POLL_SECONDS = 0.1
+LAST_WORDS_SECONDS = 0.2
+"""How long the report of a child that has just ended may still be on its way."""
+START_SECONDS = 180.0
+"""How long the slowest child may take to load its weights and report."""
+MAX_FAILED_STARTS = 3
+"""A unit that died so often in a row before it was ready is not started again."""
+LONGEST_PAUSE_SECONDS = 30.0
+STEADY_SECONDS = 60.0
+"""A unit that lived so long is started again without a pause."""
+
+logger = logging.getLogger("cp_shared_kv")
+
+
+class Supervisor:
+    """One thread that owns the children of a run. The public methods are for other threads.
+
+    `watchdog_seconds` is how long a child may be silent before it counts as hung and is killed.
+    """
+
+    def __init__(
+        self, endpoints: Endpoints, spawner: Spawner, units: list[Life], *, watchdog_seconds: float
+    ) -> None:
+        self._endpoints = endpoints
+        self._spawner = spawner
+        self._first_lives = units
+        self._watchdog_seconds = watchdog_seconds
+        self._lock = threading.RLock()
+        self._units: dict[str, Unit] = {}
+        self._due: dict[str, tuple[float, Life]] = {}
+        """Units to start again: when, and as which life."""
+        self._failed_starts: dict[str, int] = {}
+        self._retired: set[str] = set()
+        self._leaving: set[str] = set()
+        """Retired units whose end is awaited."""
+        self._start_over = False
+        self._fatal: str | None = None
+        self._stopping = threading.Event()
+        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
+        self._socket.linger = 0
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket.bind(endpoints.supervisor)
+        self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
+
+    # For other threads ------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start every unit; see `progress` for how far they are."""
+        self._thread.start()
+
+    def progress(self) -> tuple[int, int, list[str]]:
+        """Processes that are ready, of how many, and the names of the others."""
+        with self._lock:
+            ready = sum(len(unit.ready) for unit in self._units.values())
+            waiting = [
+                process_name(identity)
+                for unit in self._units.values()
+                for identity in unit.processes.keys() - unit.ready
+            ]
+            return ready, ready + len(waiting), sorted(waiting)
+
+    def start_is_over(self) -> None:
+        """From now on what dies is started again; until now it was fatal."""
+        with self._lock:
+            self._start_over = True
+
+    @property
+    def fatal(self) -> str | None:
+        """Why this run cannot go on, or None while it can."""
+        return self._fatal
+
+    def pid(self, name: str) -> int:
+        """Process id of the present life of, for example, `prefill-0/rank-1`. KeyError: none."""
+        with self._lock:
+            for unit in self._units.values():
+                for identity, process in unit.processes.items():
+                    if process_name(identity) == name:
+                        return process.pid
+        raise KeyError(name)
+
+    def life(self, unit: str) -> Life:
+        """The present life of a unit. KeyError while it has none."""
+        with self._lock:
+            return self._units[unit].life
+
+    def is_ready(self, unit: str) -> bool:
+        """Whether the unit lives and all its processes are ready."""
+        with self._lock:
+            return unit in self._units and self._units[unit].is_ready
+
+    def retire(self, unit: str) -> None:
+        """Stop a unit's main process for good. Nobody is told; what is left of the unit is not
+        started again."""
+        with self._lock:
+            self._retired.add(unit)
+            self._due.pop(unit, None)
+            running = self._units[unit]
+            stop_processes([running.processes.pop(running.life.identity)])
+
+    def retire_softly(self, unit: str) -> bool:
+        """SIGTERM to a unit's main process; it may take its time. False if there is none."""
+        with self._lock:
+            self._leaving.add(unit)
+            self._due.pop(unit, None)
+            running = self._units.get(unit)
+            if running is None:
+                return False
+            running.processes[running.life.identity].terminate()
+            return True
+
+    def stop(self) -> None:
+        """Stop every child; returns when all are reaped. Safe to call twice."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join()
+        elif not self._socket.closed:
+            self._socket.close()
+
+    # The thread -------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        # Children are killed by the kernel when the thread that started them ends: so it ends
+        # last, and everything that starts a child happens here.
+        try:
+            for life in self._first_lives:
+                with self._lock:
+                    self._units[life.unit] = self._spawner.spawn(life)
+            while not self._stopping.is_set():
+                self._take_reports(POLL_SECONDS)
+                with self._lock:
+                    for unit in list(self._units.values()):
+                        self._look_after(unit)
+                    self._start_due()
+        except Exception as error:
+            logger.exception("the supervisor failed")
+            self._fatal = f"the supervisor failed: {type(error).__name__}: {error}"
+        finally:
+            with self._lock:
+                stop_processes(
+                    [p for unit in self._units.values() for p in unit.processes.values()]
+                )
+                self._units.clear()
+            self._socket.close()
+
+    def _take_reports(self, seconds: float) -> None:
+        wait_ms = int(seconds * 1000)
+        while self._socket.poll(wait_ms):
+            identity, data = self._socket.recv_multipart()
+            wait_ms = 0
+            try:
+                report = msgspec.msgpack.decode(data, type=ChildReport)
+            except msgspec.MsgspecError:
+                logger.error("report refused from %r", identity[:40])
+                continue
+            with self._lock:
+                self._take(identity, report)
+
+    def _take(self, identity: bytes, report: ChildReport) -> None:
+        unit = next((u for u in self._units.values() if identity in u.processes), None)
+        if unit is None:
+            return  # of an earlier life, which is over
+        is_main = identity == unit.life.identity
+        if is_main:
+            unit.heard_seconds = time.monotonic()
+        match report.state:
+            case "started" if is_main:
+                unit.listens = True
+                for other in self._reachable():
+                    self._send(unit, self._up(other))
+            case "reachable" if is_main:
+                unit.reachable = True
+                self._tell(self._up(unit.life))
+            case "ready":
+                unit.ready.add(identity)
+                if unit.is_ready:
+                    self._failed_starts.pop(unit.life.unit, None)
+                    if unit.life.number > 1:
+                        logger.warning("%s is back", unit.life.unit)
+            case "failed":
+                unit.failed[identity] = report.reason
+            case _:
+                pass
+
+    def _look_after(self, unit: Unit) -> None:
+        ended = unit.ended()
+        if ended is not None and ended not in unit.failed:
+            self._take_reports(LAST_WORDS_SECONDS)
+            ended = unit.ended()
+        now = time.monotonic()
+        silence = now - unit.heard_seconds
+        if ended is not None:
+            reason = unit.how_it_ended(ended)
+        elif unit.watched and silence > self._watchdog_seconds:
+            reason = (
+                f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
+            )
+        elif not unit.is_ready and now - unit.born_seconds > START_SECONDS:
+            waiting = ", ".join(
+                sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
+            )
+            reason = f"{waiting} did not become ready in {START_SECONDS:.0f} s"
+        else:
+            return
+        kill_processes(unit.processes.values())
+        self._spawner.clean_up(unit.life)
+        del self._units[unit.life.unit]
+        self._lost(unit, reason)
+
+    def _lost(self, unit: Unit, reason: str) -> None:
+        name = unit.life.unit
+        if name in self._leaving:
+            return
+        if not self._start_over or name in self._retired:
+            when = "" if self._start_over else " before all processes were ready"
+            self._fatal = self._fatal or f"{reason}{when}"
+            return
+        self._tell(ProcessDown(life=str(unit.life), reason=reason))
+        failed = 0 if unit.is_ready else self._failed_starts.get(name, 0) + 1
+        self._failed_starts[name] = failed
+        if failed >= MAX_FAILED_STARTS:
+            self._fatal = self._fatal or f"{reason}; {name} failed to start {failed} times in a row"
+            return
+        steady = time.monotonic() - unit.born_seconds > STEADY_SECONDS
+        pause = 0.0 if steady or not failed else min(LONGEST_PAUSE_SECONDS, 2.0**failed)
+        logger.error("%s; %s starts again%s", reason, name, f" in {pause:.0f} s" if pause else "")
+        self._due[name] = (time.monotonic() + pause, unit.life.next())
+
+    def _start_due(self) -> None:
+        now = time.monotonic()
+        for name, (when, life) in list(self._due.items()):
+            if now >= when:
+                del self._due[name]
+                self._units[name] = self._spawner.spawn(life)
+
+    # News -------------------------------------------------------------------------------------
+
+    def _reachable(self) -> list[Life]:
+        lives = [unit.life for unit in self._units.values() if unit.reachable]
+        if not self._spawner.has_server:
+            lives.append(Life("server", 0, 1))  # whoever started this run takes the server's place
+        return lives
+
+    def _up(self, life: Life) -> ProcessUp:
+        return ProcessUp(life=str(life), address=self._endpoints.inbox(life))
+
+    def _tell(self, news: ProcessUp | ProcessDown) -> None:
+        for unit in self._units.values():
+            if unit.listens:
+                self._send(unit, news)
+
+    def _send(self, unit: Unit, news: ProcessUp | ProcessDown) -> None:
+        with suppress(zmq.ZMQError):  # it has just ended: the next look will find it
+            self._socket.send_multipart([unit.life.identity, encode(news)])
+
+
+def first_lives(prefill_groups: int, decode_workers: int, *, server: bool) -> list[Life]:
+    """The units of a run, in the order in which they are started."""
+    groups = [Life("prefill", index, 1) for index in range(prefill_groups)]
+    workers = [Life("decode", index, 1) for index in range(decode_workers)]
+    if not groups or not workers:
+        raise InvariantError("a run without prefill group or decode worker")
+    return [*groups, *workers, *([Life("server", 0, 1)] if server else [])]
