@@ -7,6 +7,7 @@ pages of one (kind, layer) are consecutive, from physical page 0 (padding) to th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Self
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from cp_shared_kv.errors import CapacityError, ConfigError, LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalLocs
 from cp_shared_kv.memory.buffers import Buffer
+from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.memory.page_format import (
     PAGE_KINDS,
     IndexFormat,
@@ -102,11 +104,25 @@ class WritePlan:
     """i64[K]: their places in this rank's pool."""
 
     @classmethod
-    def build(cls, layout: CpSharedKVLayout, logical_locs: LogicalLocs) -> WritePlan:
+    def build(cls, layout: CpSharedKVLayout, logical_locs: LogicalLocs) -> Self:
         """logical_locs i64[T], one a row of the batch; locs of the padding page are left out."""
         rows = np.flatnonzero(layout.owned_by_this_rank(logical_locs))
         physical_locs = layout.logical_locs_to_physical(LogicalLocs(logical_locs[rows]))
         return cls(torch.from_numpy(rows), torch.from_numpy(physical_locs))
+
+    def padded(self, length: int) -> Self:
+        """With entries up to `length` that kernels pass over: a CUDA graph's plan has one length.
+
+        CapacityError when there are more already.
+        """
+        if len(self.rows) > length:
+            raise CapacityError("rows of a write plan", value=len(self.rows), allowed=f"{length}")
+        padding = torch.zeros(length - len(self.rows), dtype=torch.int64)
+        return type(self)(torch.cat((self.rows, padding)), torch.cat((self.physical_locs, padding)))
+
+    def to(self, device: torch.device) -> Self:
+        """The plan in that device's memory; the host does not wait for the copy."""
+        return type(self)(to_device(self.rows, device), to_device(self.physical_locs, device))
 
 
 class KVPool:
