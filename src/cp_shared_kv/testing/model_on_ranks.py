@@ -75,6 +75,7 @@ def compute_on_rank(
     split: SplitMode,
     directory: str,
     kv_cache_dtype: KVCacheDtype = "fp32",
+    shared: bool = True,
 ) -> None:
     """Run a schedule on one rank of a pool of processes; its rows go to a file of `directory`."""
     recorded = RecordedSelections()
@@ -85,6 +86,7 @@ def compute_on_rank(
         msgspec.convert(schedule, Schedule),
         split,
         kv_cache_dtype,
+        shared=shared,
     )
     computed.save(Path(directory) / f"rank{context.rank}.safetensors")
 
@@ -96,12 +98,15 @@ def compute(
     schedule: Schedule,
     split: SplitMode,
     kv_cache_dtype: KVCacheDtype = "fp32",
+    *,
+    shared: bool = True,
 ) -> ComputedRows:
     """Run a schedule; returns this rank's rows. Collective: every rank, with the same schedule.
 
-    `recorded` holds the ops that the transformer was made with.
+    `recorded` holds the ops that the transformer was made with. Not `shared`: every rank of the
+    group stores all pages.
     """
-    run = ScheduleRun(transformer, group, schedule, split, kv_cache_dtype)
+    run = ScheduleRun(transformer, group, schedule, split, kv_cache_dtype, shared=shared)
     parts: list[ComputedRows] = []
     for batch in schedule.batches:
         hidden, rows = run.forward(batch)
@@ -120,23 +125,24 @@ class ScheduleRun:
         schedule: Schedule,
         split: SplitMode,
         kv_cache_dtype: KVCacheDtype = "fp32",
+        *,
+        shared: bool = True,
     ) -> None:
         self._transformer, self._group = transformer, group
         self._requests = schedule.requests
         self._split: SplitMode = split
         self._pages = _pages_of_requests(schedule)
         logical_pages = int(max(map(max, self._pages)))
-        physical_pages = -(-logical_pages // group.cp_size)
+        owners, owner = (group.cp_size, group.cp_rank) if shared else (1, 0)
+        physical_pages = -(-logical_pages // owners)
         self._layout = CpSharedKVLayout(
-            schedule.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
+            schedule.page_size, owners, owner, physical_pages=physical_pages
         )
         spec = pool_spec(transformer.config, schedule.page_size, kv_cache_dtype, transformer.dtype)
         self._pool = KVPool(spec, physical_pages, PrivateBuffer(spec.pool_bytes(physical_pages)))
         self._scratch = Scratch(_SCRATCH_LIMIT_BYTES)
         self._reader = (
-            LocalReader()
-            if group.cp_size == 1
-            else FullViewReader(group, self._pool, self._scratch)
+            LocalReader() if owners == 1 else FullViewReader(group, self._pool, self._scratch)
         )
 
     def forward(self, batch: Sequence[Span]) -> tuple[torch.Tensor, torch.Tensor]:

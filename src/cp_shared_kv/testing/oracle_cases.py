@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from cp_shared_kv.engine.config import KVCacheDtype
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
 from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
@@ -29,7 +30,25 @@ ORACLE_SHAPES: dict[str, ModelShape] = {
 }
 """The models by name; a part of the name before the comma is the architecture."""
 
-ODDORACLE_SIZES = (7, 33, 64, 65, 1, 2)
+# Rounding exchanges positions and experts that are nearly tied; with small branches at little cost.
+_WIDE: dict[str, Any] = {"kv_lora_rank": 256, "index_head_dim": 128, "branch_scale": 0.1}
+_NARROW: dict[str, Any] = {"branch_scale": 0.1}
+PAGE_FORMAT_SHAPES: dict[str, tuple[ModelShape, tuple[KVCacheDtype, ...]]] = {
+    "deepseek_v32, narrow": (ModelShape(**ORACLE_SIZES, **_NARROW), ("bf16",)),
+    "deepseek_v32, wide": (ModelShape(**ORACLE_SIZES, **_WIDE), ("fp32", "bf16", "fp8_e4m3")),
+    "glm_moe_dsa, narrow": (
+        GlmModelShape(**ORACLE_SIZES, **_NARROW, indexer=GLM_FREQUENCY),
+        ("bf16",),
+    ),
+    "glm_moe_dsa, wide": (
+        GlmModelShape(**ORACLE_SIZES, **_WIDE, indexer=GLM_FREQUENCY),
+        ("fp32", "bf16", "fp8_e4m3"),
+    ),
+}
+"""Models for the page formats, and the formats that their widths take. With bf16 the wide ones
+store index K in fp8, the narrow ones in bf16."""
+
+_CHUNK_SIZES = (7, 33, 64, 65, 1, 2)
 PROMPT_TOKENS = 290
 NEW_TOKENS = 12
 _PAGE_SIZE = 16
@@ -53,7 +72,7 @@ def oracle_schedules(generated: list[int]) -> dict[str, Schedule]:
     three = [*hit, PlannedRequest(short)]
     return {
         "one-shot": Schedule(_PAGE_SIZE, lone, [[Span(0, 0, end)]]),
-        "chunked": Schedule(_PAGE_SIZE, lone, in_chunks(0, 0, ODDORACLE_SIZES, end)),
+        "chunked": Schedule(_PAGE_SIZE, lone, in_chunks(0, 0, _CHUNK_SIZES, end)),
         "prefix hit": Schedule(
             _PAGE_SIZE, hit, [[Span(0, 0, end)], [Span(1, hit_start, len(branch))]]
         ),
