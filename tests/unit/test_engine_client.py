@@ -63,10 +63,10 @@ class Engine:
     """Both processes of the engine, as sockets, and the client that is connected to them."""
 
     def __init__(self) -> None:
-        address = f"inproc://engine-client-{next(_addresses)}"
-        self.client = ClusterClient(address, DESCRIPTION)
-        self.prefill = self._socket(address, GROUP.identity)
-        self.decode = self._socket(address, DECODE.identity)
+        self.address = f"inproc://engine-client-{next(_addresses)}"
+        self.client = ClusterClient(self.address, DESCRIPTION)
+        self.prefill = self._socket(self.address, GROUP.identity)
+        self.decode = self._socket(self.address, DECODE.identity)
 
     def _socket(self, address: str, identity: bytes) -> zmq.asyncio.Socket:
         socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
@@ -388,3 +388,141 @@ def test_a_flush_that_is_not_answered_is_unavailable(monkeypatch: pytest.MonkeyP
         assert refused.value.kind == "unavailable"
 
     with_engine(test)
+
+
+# Processes come and go ---------------------------------------------------------------------------
+
+
+class Restarted(Engine):
+    """The engine after one of its processes was lost and has come back."""
+
+    def down(self, life: Life, reason: str = "it was killed") -> Awaitable[None]:
+        return self.client.on_news(ProcessDown(life=str(life), reason=reason))
+
+    async def group_is_back(self) -> zmq.asyncio.Socket:
+        socket = self._socket(self.address, GROUP.next().identity)
+        await socket.send(encode(Registered()))
+        await socket.send(encode(Paired(decode=str(DECODE))))
+        return socket
+
+
+def with_restarts(test: Callable[[Restarted], Awaitable[None]]) -> None:
+    async def run() -> None:
+        engine = Restarted()
+        try:
+            async with asyncio.timeout(20):
+                await engine.start()
+                await test(engine)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_queued_request_goes_to_the_next_life_of_its_group() -> None:
+    async def test(engine: Restarted) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        first = await engine.next(Submit)
+        await engine.down(GROUP)
+        healthy, why = engine.client.healthy()
+        assert not healthy
+        assert why == "prefill-0 is starting again: it was killed"
+        # Decode may know of it: it is told that nobody waits for this room.
+        while not isinstance(told := FROM_SERVER.decode(await engine.decode.recv()), Cancel):
+            pass
+        assert told.room == first.room
+        back = await engine.group_is_back()
+        while not isinstance(again := FROM_SERVER.decode(await back.recv()), Submit):
+            pass
+        assert again.room != first.room
+        assert again.token_ids == first.token_ids
+        # Late words on the first try go nowhere.
+        await engine.decode.send(encode(RoomRefused(room=first.room, kind="failed", reason="no")))
+        await back.send(encode(Admitted(room=again.room, cached_tokens=0)))
+        await engine.decode.send(
+            encode(Tokens(room=again.room, token_ids=[7], finish_reason="stop"))
+        )
+        assert await output == [TokenChunk([7], "stop", 0)]
+        assert engine.client.healthy() == (True, "ok")
+        back.close()
+
+    with_restarts(test)
+
+
+def test_an_admitted_request_of_a_lost_group_ends_as_decode_says() -> None:
+    async def test(engine: Restarted) -> None:
+        covered = asyncio.create_task(collect(engine, request("covered")))
+        room = (await engine.next(Submit)).room
+        partial = asyncio.create_task(collect(engine, request("partial")))
+        other = (await engine.next(Submit)).room
+        for name in (room, other):
+            await engine.prefill.send(encode(Admitted(room=name, cached_tokens=0)))
+        await asyncio.sleep(0.02)
+        await engine.down(GROUP)
+        await engine.decode.send(encode(RoomRefused(room=other, kind="failed", reason="killed")))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7], finish_reason="stop")))
+        assert await covered == [TokenChunk([7], "stop", 0)]
+        with pytest.raises(EngineRefusal, match="killed"):
+            await partial
+
+    with_restarts(test)
+
+
+def test_a_lost_decode_worker_fails_what_it_held_and_not_what_waits() -> None:
+    async def test(engine: Restarted) -> None:
+        held = asyncio.create_task(collect(engine, request("held")))
+        room = (await engine.next(Submit)).room
+        await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+        waits = asyncio.create_task(collect(engine, request("waits")))
+        first = await engine.next(Submit)
+        await asyncio.sleep(0.02)
+        await engine.down(DECODE, "decode-0 was killed")
+        with pytest.raises(EngineRefusal, match="decode-0 was killed") as refused:
+            await held
+        assert refused.value.kind == "failed"
+        back = engine._socket(engine.address, DECODE.next().identity)
+        await back.send(encode(Registered()))
+        await engine.prefill.send(encode(Paired(decode=str(DECODE.next()))))
+        again = await engine.next(Submit)
+        assert (first.decode, again.decode) == (str(DECODE), str(DECODE.next()))
+        waits.cancel()
+        back.close()
+
+    with_restarts(test)
+
+
+def test_totals_keep_what_a_lost_life_had_counted() -> None:
+    async def test(engine: Restarted) -> None:
+        asked = asyncio.create_task(engine.client.stats())
+        while not asked.done():
+            await engine.answer((await engine.next(StatsRequest)).ticket)
+            await asyncio.sleep(0.01)
+        before = await asked
+        await engine.down(GROUP)
+        back = await engine.group_is_back()
+        await asyncio.sleep(0.02)
+        asked = asyncio.create_task(engine.client.stats())
+        while not asked.done():
+            ticket = FROM_SERVER.decode(await back.recv())
+            assert isinstance(ticket, StatsRequest)
+            await back.send(encode(prefill_stats(ticket.ticket)))
+            await engine.decode.send(encode(decode_stats(ticket.ticket)))
+            await asyncio.sleep(0.01)
+        after = await asked
+        assert after.prompt_tokens_total == 2 * before.prompt_tokens_total > 0
+        assert after.generated_tokens_total == before.generated_tokens_total
+        assert after.restarts_total == {"prefill-0": 1}
+        back.close()
+
+    with_restarts(test)
+
+
+def test_a_word_of_a_life_that_is_over_is_not_heard() -> None:
+    async def test(engine: Restarted) -> None:
+        await engine.down(GROUP)
+        await engine.prefill.send(encode(Registered()))
+        await engine.prefill.send(encode(Paired(decode=str(DECODE))))
+        await asyncio.sleep(0.05)
+        assert not engine.client.healthy()[0]
+
+    with_restarts(test)

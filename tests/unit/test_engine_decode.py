@@ -665,3 +665,107 @@ def test_messages_of_another_life_are_refused_in_every_state(
             decode.engine.on_transfer(decode.peer, Quiesced(**life, room=1, rank=0))
     assert decode.take() == []
     assert decode.engine.stats(1) == before
+
+
+# Prefill groups and the server come and go -------------------------------------------------------
+
+
+def test_what_a_lost_group_has_sent_in_full_goes_on_and_the_rest_fails_with_the_reason() -> None:
+    decode = Decode(pages=14)
+    decode.run(1, max_tokens=3)  # runs
+    decode.offer(2)  # some pages are missing
+    decode.send(2, 0)
+    decode.offer(3)  # only the first token is missing
+    for rank in range(CP_SIZE):
+        decode.send(3, rank)
+    decode.offer(4, tokens=20)  # waits for pages
+    decode.take()
+    decode.engine.peer_dead(decode.peer, "prefill-0 was killed")
+    failed = [RoomRefused(room=n, kind="failed", reason="prefill-0 was killed") for n in (2, 3)]
+    assert decode.take() == [("server", message) for message in failed]
+    assert [one.token_ids for one in decode.steps()] == [[11], [12]]
+    assert decode.free_tokens == 14 * PAGE_SIZE
+    assert decode.engine.open_rooms == 0
+
+
+def test_pages_in_quarantine_are_free_once_their_group_is_reaped() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.fail(1, 0, quiescent=False)
+    decode.take()
+    assert decode.free_tokens < 10 * PAGE_SIZE
+    decode.engine.peer_dead(decode.peer, "prefill-0 was killed")
+    assert decode.take() == []  # it had failed before, and nobody is left to be told
+    assert decode.free_tokens == 10 * PAGE_SIZE
+
+
+def test_one_group_has_no_say_in_anothers_rooms() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.take()
+    stranger = PrefillPeer(
+        Life("prefill", 1, 1), PREFILL_EPOCH, lambda message: None, lambda rank, message: None
+    )
+    (offer,) = (room.offer for room in decode.engine._rooms.values())
+    for act in (
+        lambda: decode.engine.on_stop(stranger, withdraw(1)),
+        lambda: decode.engine.on_offer(stranger, offer),
+        lambda: decode.engine.on_transfer(stranger, decode.success(1, 0)),
+        lambda: decode.engine.on_first_token(
+            stranger, FirstToken(**FROM_PREFILL, room=1, token_id=10)
+        ),
+    ):
+        with pytest.raises(ProtocolError, match=r"another prefill group|prefill-1\.1 speaks"):
+            act()
+    assert decode.take() == []
+    decode.engine.peer_dead(stranger, "it was killed")
+    assert decode.take() == []
+    for rank in range(CP_SIZE):
+        decode.send(1, rank)
+    decode.first_token(1)
+    assert [one.token_ids for one in decode.steps()] == [[10], [11], [12], [13]]
+
+
+@pytest.mark.parametrize("stage", ["waiting", "receiving", "covered", "running"])
+def test_a_client_that_goes_away_at_any_stage_frees_the_pages(stage: str) -> None:
+    decode = Decode(pages=5)
+    decode.offer(9, tokens=12, max_tokens=8)  # holds all pages
+    room = 9
+    if stage == "waiting":
+        decode.offer(1)
+        room = 1
+    elif stage != "receiving":
+        for rank in range(CP_SIZE):
+            decode.send(9, rank, pages=3)
+    if stage == "running":
+        decode.first_token(9)
+    decode.take()
+    decode.engine.cancel(room, "the client went away")
+    told = decode.take()
+    if stage == "waiting":
+        ((end, declined),) = told
+        assert end == "controller"
+        assert isinstance(declined, Declined)
+        decode.engine.cancel(9, "the client went away")
+        decode.take()
+    else:
+        ends = [m for end, m in told if end == "server" and isinstance(m, Tokens | RoomRefused)]
+        assert len(ends) == 1
+    if stage in ("waiting", "receiving"):  # the ranks have to say that they are through
+        for rank in range(CP_SIZE):
+            decode.fail(9, rank)
+    assert decode.free_tokens == 5 * PAGE_SIZE
+    decode.engine.cancel(room, "again")
+    decode.engine.cancel(77, "never heard of")
+
+
+def test_without_a_server_nothing_is_left_but_what_ranks_may_still_write() -> None:
+    decode = Decode(pages=14)
+    decode.run(1)
+    decode.offer(2)
+    decode.engine.server_lost("the server was killed")
+    assert not decode.engine.has_work
+    for rank in range(CP_SIZE):
+        decode.fail(2, rank)
+    assert decode.engine.open_rooms == 0
+    assert decode.free_tokens == 14 * PAGE_SIZE

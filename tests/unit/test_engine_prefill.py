@@ -19,10 +19,12 @@ from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    DisconnectDecode,
     Flush,
     Flushed,
     Paired,
     PrefillStats,
+    Registered,
     RoomConcluded,
     RoomRefused,
     RoomToken,
@@ -734,3 +736,96 @@ def test_a_full_queue_refuses_the_next_request_and_takes_one_when_there_is_room(
     group.take()
     group.submit(3)
     assert [offer.room for offer in group.taken(Offer)] == [3]
+
+
+# Other processes come and go ---------------------------------------------------------------------
+
+
+def test_a_prompt_for_a_decode_worker_that_is_not_paired_is_refused_as_unavailable() -> None:
+    group = Controller()
+    group.controller.on_server(
+        Submit(
+            room=1,
+            decode=str(DECODE.next()),
+            token_ids=pack_int64(np.arange(1, 7)),
+            max_tokens=1,
+            sampling=SamplingParams(),
+        )
+    )
+    ((end, answer),) = group.take()
+    assert end == "server"
+    assert isinstance(answer, RoomRefused)
+    assert answer.kind == "unavailable"
+    assert str(DECODE.next()) in answer.reason
+
+
+def test_a_new_server_hears_who_this_is_and_where_it_can_send() -> None:
+    group = Controller()
+    group.controller.introduce()
+    assert group.take() == [("server", Registered()), ("server", Paired(decode=str(DECODE)))]
+
+
+def test_a_lost_decode_worker_takes_its_requests_along_at_every_stage() -> None:
+    group = Controller()
+    batch = group.start(1)
+    group.submit(2)
+    group.submit(3)
+    group.reserve(3)
+    group.take()
+    group.controller.decode_lost(DECODE, "it was killed")
+    assert group.take() == [
+        ("server", refused(2, "it was killed")),
+        ("server", refused(3, "it was killed")),
+        ("ranks", DisconnectDecode(decode_epoch=DECODE_EPOCH, reason="it was killed")),
+    ]
+    # The room in flight is over when its batch is done and no rank touches its pages any more.
+    for rank in range(CP_SIZE):
+        group.conclude(1, rank, failure="it was killed")
+    assert group.controller.scheduler.pool.locked_pages > 0
+    for rank in range(CP_SIZE):
+        group.done(batch, rank, (1, 42))
+    assert group.take() == [("server", refused(1, "it was killed"))]
+    assert group.controller.scheduler.pool.locked_pages == 0
+    group.controller.decode_lost(DECODE, "told twice")
+    assert group.take() == []
+
+
+def test_requests_of_another_decode_worker_go_on_when_one_is_lost() -> None:
+    group = Controller()
+    sent: list[msgspec.Struct] = []
+    other = DecodePeer(Life("decode", 1, 1), DECODE_EPOCH + 1, send=sent.append)
+    group.controller.paired(other)
+    group.controller.on_server(
+        Submit(
+            room=1,
+            decode=str(other.life),
+            token_ids=pack_int64(np.arange(1, 7)),
+            max_tokens=1,
+            sampling=SamplingParams(),
+        )
+    )
+    group.take()
+    group.controller.decode_lost(DECODE, "it was killed")
+    assert [end for end, _ in group.take()] == ["ranks"]
+    (offer,) = sent
+    assert isinstance(offer, Offer)
+    assert offer.peer_epoch == other.epoch
+    with pytest.raises(ProtocolError, match=r"decode-0\.1 speaks of a room of decode-1\.1"):
+        group.reserve(1)
+    request = group.controller.scheduler.get(1)
+    assert request is not None
+    assert request.reservation is None
+
+
+def test_without_a_server_every_request_is_stopped() -> None:
+    group = Controller()
+    group.start(1)
+    group.submit(2)
+    group.take()
+    group.controller.server_lost("the server was killed")
+    assert group.take() == [
+        ("ranks", stop(1, "the server was killed")),
+        ("decode", stop(1, "the server was killed")),
+        ("decode", withdrawn(2, "the server was killed")),
+        ("server", refused(2, "the server was killed")),
+    ]

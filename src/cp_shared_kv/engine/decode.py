@@ -167,12 +167,12 @@ class DecodeEngine:
 
     def peer_dead(self, peer: PrefillPeer, reason: str) -> None:
         """Every process of a prefill group was reaped. What has all its pages goes on."""
+        for name in [name for name in self._waiting if self._rooms[name].peer is peer]:
+            self._stop(name)  # the server offers it to another group
         for name, room in list(self._rooms.items()):
-            if room.peer is not peer or name in self._running:
+            if room.peer is not peer or name in self._running or room.session is None:
                 continue
-            if room.session is None:
-                self._stop(name)  # the server offers it to another group
-            elif room.session.state is DecodeState.COVERED:  # its first token will never come
+            if room.session.state is DecodeState.COVERED:  # its first token will never come
                 self._to_server(RoomRefused(room=name, kind="failed", reason=reason))
                 self.failed_total += 1
                 self._release(name)
@@ -181,7 +181,7 @@ class DecodeEngine:
 
     def server_lost(self, reason: str) -> None:
         """Nobody waits for any answer any more."""
-        for name in list(self._rooms):
+        for name in [*self._waiting, *self._rooms]:  # else those that wait take the freed pages
             self.cancel(name, reason)
 
     def _stop(self, name: int) -> None:
