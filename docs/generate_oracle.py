@@ -25,8 +25,10 @@ To measure again: `python -m benchmarks oracle`, then `python docs/generate_orac
 
 Tiny models with random weights compute in fp32, {seeds} seeds of each, in {cases} cases: at once,
 in chunks that end inside pages, behind a shared prefix (at once and in chunks), token by token, and
-several requests a batch. Of up to {tokens} tokens the indexer selects {index_topk}. An error is the
-norm of the difference of all logits over the norm of the logits; a cell shows the worst run's.
+several requests a batch. Of up to {tokens} tokens the indexer selects {index_topk}. `list` and
+`frequency` are two ways to say which layers share a selection, `block fp8` are checkpoints of that
+kind, and `wide` models have the widths that fp8 pages need. An error is the norm of the difference
+of all logits over the norm of the logits; a cell shows the worst run's.
 
 ## fp32 pages against transformers
 
@@ -78,8 +80,8 @@ def page(result: Path) -> str:
         bound=config["relative_error_bound"],
         exact_verdict=verdict(
             exact,
-            "Met by all, with transformers' likeliest token in every row and its selection in "
-            "every row\nthat is sure of it.",
+            "Met by all, with transformers' likeliest token in every row\nand its selection in "
+            "every row that is sure of it.",
         ),
         exact_table="\n".join(exact_lines(exact, groups)),
         format_verdict=verdict(
@@ -112,7 +114,14 @@ def format_lines(rows: Sequence[Row], groups: Sequence[tuple[int, str]]) -> Iter
     one, *several = groups
     names = [group_name(*group) for group in several]
     yield from heading(
-        ["model", "latent, index K", "N = 1 from transformers", *names, "likeliest", "same bits"]
+        [
+            "model",
+            "latent, index K",
+            "N = 1 from transformers",
+            *names,
+            "likeliest token",
+            "same bits",
+        ]
     )
     for (model, pages), by_group in grouped(rows, "model", "pages"):
         alone, others = by_group[one], [by_group[group] for group in several]
