@@ -47,6 +47,7 @@ class RankEpoch:
         *,
         to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
+        wake: Callable[[], None],
     ) -> None:
         rank = group.cp_rank
         self._configure, self._spec, self._group = configure, spec, group
@@ -81,6 +82,7 @@ class RankEpoch:
             sends_nothing=not configure.shared and rank > 0,
             to_decode=to_decode,
             to_controller=to_controller,
+            wake=wake,
         )
         self._sampling: dict[int, SamplingState] = {}
         """Of the open rooms whose first token has not been chosen."""

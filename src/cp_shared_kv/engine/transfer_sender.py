@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import msgspec
@@ -25,23 +27,28 @@ from cp_shared_kv.transfer.messages import (
     Quiesced,
     Sent,
 )
-from cp_shared_kv.transfer.prefill_session import PrefillSession
+from cp_shared_kv.transfer.prefill_session import PrefillSession, PrefillState
 from cp_shared_kv.transfer.transport import KVTransport, PeerInfo
 
 NO_PAGES = PhysicalPages(np.zeros(0, dtype=np.int64))
 NO_POSITIONS = Positions(np.zeros(0, dtype=np.int64))
 Send = Callable[[msgspec.Struct], None]
 
+logger = logging.getLogger("cp_shared_kv")
 
-@dataclass(frozen=True)
+
+@dataclass(eq=False)
 class _Decode:
     """A decode worker that this rank can write to."""
 
     hello: Hello
     areas: PageAreas
+    unreachable: bool = False
+    """A write to it failed so: nothing is written until the transport has found it again."""
+    dead: bool = False
 
 
-@dataclass
+@dataclass(eq=False)
 class _Room:
     decode: _Decode
     session: PrefillSession
@@ -50,8 +57,23 @@ class _Room:
     nbytes: int = 0
 
 
+@dataclass(frozen=True, eq=False)
+class _Write:
+    """A chunk on its way to decode."""
+
+    name: int
+    room: _Room
+    chunk: int
+    pages: int
+    descriptors: int
+    landed: Future[int]
+
+
 class TransferSender:
     """Sends the pages that this rank owns. `to_decode`, `to_controller` put messages on links.
+
+    A write takes as long as it takes: nothing here waits for it. `wake` is called when one has
+    ended, from any thread; then call `collect`.
 
     `sends_nothing` is for the ranks of a replicated group that hold copies of what rank 0 sends:
     they conclude every room with zero pages.
@@ -68,6 +90,7 @@ class TransferSender:
         sends_nothing: bool,
         to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
+        wake: Callable[[], None],
     ) -> None:
         self._layout = layout
         self._pool = pool
@@ -78,8 +101,11 @@ class TransferSender:
         self._sends_nothing = sends_nothing
         self._to_decode = to_decode
         self._to_controller = to_controller
+        self._wake = wake
         self._rooms: dict[int, _Room] = {}
         self._decodes: dict[int, _Decode] = {}
+        """By epoch: those that live, and dead ones that the transport has not let go."""
+        self._writes: list[_Write] = []
 
     def connect(self, decode: Hello) -> None:
         """Map the pool of a decode worker that the controller has shaken hands with.
@@ -92,18 +118,18 @@ class TransferSender:
 
     def decode_dead(self, decode_epoch: int, reason: str) -> None:
         """A decode worker's process is gone: its rooms end, and its memory is unmapped."""
-        decode = self._decodes.pop(decode_epoch, None)
-        if decode is None:
+        decode = self._decodes.get(decode_epoch)
+        if decode is None or decode.dead:
             return
-        for name, room in list(self._rooms.items()):
-            if room.decode is decode:
-                self._carry_out(name, room.session.peer_dead(reason))
-        self._transport.disconnect(decode.hello.session_id)
+        decode.dead = True
+        for name, room in self._rooms_of(decode):
+            self._carry_out(name, room.session.peer_dead(reason))
+        self._let_go(decode)
 
     def open(self, message: OpenRoom) -> None:
         """Take a reserved room; precedes its first chunk."""
         decode = self._decodes.get(message.decode_epoch)
-        if decode is None:
+        if decode is None or decode.dead:
             raise ProtocolError(
                 "a room for a decode worker that is not connected", value=message.decode_epoch
             )
@@ -147,10 +173,22 @@ class TransferSender:
         if room is not None:
             self._carry_out(message.room, room.session.abort(message.reason))
 
+    def collect(self) -> None:
+        """Take note of the writes that have ended."""
+        ended = [write for write in self._writes if write.landed.done()]
+        self._writes = [write for write in self._writes if write not in ended]
+        for write in ended:
+            self._end(write)
+
     def resend(self) -> None:
-        """Say again what decode has not acknowledged."""
+        """Say again what decode has not acknowledged, and look for workers that were lost."""
         for name in list(self._rooms):
             self._carry_out(name, self._rooms[name].session.resend_due())
+        for decode in list(self._decodes.values()):
+            if decode.dead:
+                self._let_go(decode)
+            elif decode.unreachable and self._transport.revive(decode.hello.session_id):
+                decode.unreachable = not self._drained(decode)
 
     @property
     def open_rooms(self) -> int:
@@ -165,6 +203,7 @@ class TransferSender:
     def close(self) -> None:
         """Forget all rooms and this epoch's pool, and unmap the decode workers' memory."""
         self._rooms.clear()
+        self._writes.clear()
         for decode in self._decodes.values():
             self._transport.disconnect(decode.hello.session_id)
         self._decodes.clear()
@@ -201,13 +240,62 @@ class TransferSender:
             local_region=self._region.name,
             remote_region=decode.hello.regions[0].name,
         )
-        try:
-            nbytes = self._transport.write(decode.hello.session_id, runs).result()
-        except TransferError as error:
-            actions = room.session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
+        begun = _Write(
+            name,
+            room,
+            write.chunk,
+            len(write.source_physical_pages),
+            runs.count,
+            self._transport.write(decode.hello.session_id, runs),
+        )
+        if begun.landed.done():
+            self._end(begun)
         else:
-            room.pages += len(write.source_physical_pages)
-            room.descriptors += runs.count
+            self._writes.append(begun)
+            begun.landed.add_done_callback(lambda _: self._wake())
+
+    def _end(self, write: _Write) -> None:
+        room, session = write.room, write.room.session
+        if self._rooms.get(write.name) is not room:
+            return  # it was let go with its decode worker
+        try:
+            nbytes = write.landed.result()
+        except TransferError as error:
+            room.decode.unreachable |= error.kind == "unreachable" or not error.quiescent
+            actions = session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
+        else:
+            room.pages += write.pages
+            room.descriptors += write.descriptors
             room.nbytes += nbytes
-            actions = room.session.write_done(write.chunk, runs.count, nbytes)
-        self._carry_out(name, actions)
+            actions = session.write_done(write.chunk, write.descriptors, nbytes)
+        self._carry_out(write.name, actions)
+
+    def _let_go(self, decode: _Decode) -> None:
+        """Have the transport forget a dead decode worker: then no write to it can land."""
+        try:
+            self._transport.disconnect(decode.hello.session_id)
+        except TransferError as error:
+            logger.error("asked again later: %s", error)
+            return
+        del self._decodes[decode.hello.epoch]
+        self._writes = [write for write in self._writes if write.room.decode is not decode]
+        self._drained(decode)
+
+    def _drained(self, decode: _Decode) -> bool:
+        """No write to it that has failed can land: free what waited for that alone.
+
+        False if a failed room has writes under way as well: ask once more when they have ended.
+        """
+        under_way = {write.name for write in self._writes}
+        waiting = [
+            name
+            for name, room in self._rooms_of(decode)
+            if room.session.state is PrefillState.DRAINING
+        ]
+        for name in waiting:
+            if name not in under_way:
+                self._carry_out(name, self._rooms[name].session.drained())
+        return under_way.isdisjoint(waiting)
+
+    def _rooms_of(self, decode: _Decode) -> list[tuple[int, _Room]]:
+        return [(name, room) for name, room in self._rooms.items() if room.decode is decode]

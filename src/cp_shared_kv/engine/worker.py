@@ -66,6 +66,8 @@ class RankWorker:
         """Links to decode workers, by the epoch of each."""
         self._transport = SharedMemoryTransport(f"{spec.run_id}-{life}-rank{self._rank}")
         self._epoch: RankEpoch | None = None
+        self.writes_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when `collect_writes` has something to do."""
 
     def handle(self, message: msgspec.Struct) -> None:
         """Obey one message of the controller."""
@@ -90,6 +92,12 @@ class RankWorker:
         if self._epoch is not None:
             self._epoch.sender.on_decode(DECODE_TO_RANK.decode(data))
 
+    def collect_writes(self) -> None:
+        """Transfers have ended."""
+        os.eventfd_read(self.writes_ended)
+        if self._epoch is not None:
+            self._epoch.sender.collect()
+
     def look_after_transfers(self) -> None:
         """Repeat what decode has not acknowledged, and check the books. Once in a while."""
         if self._epoch is not None:
@@ -111,6 +119,7 @@ class RankWorker:
             self._transport,
             to_decode=self._to_decode,
             to_controller=self._to_controller,
+            wake=lambda: os.eventfd_write(self.writes_ended, 1),
         )
         self._to_controller(
             Configured(rank=self._rank, epoch=message.epoch, pool_bytes=self._epoch.pool_bytes)
@@ -174,10 +183,13 @@ def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
     while True:
         decodes = list(worker.decodes.values())
         wait_seconds = max(0.0, next_look_seconds - time.monotonic())
-        ready, _, _ = zmq.select([worker.controller, *decodes], [], [], timeout=wait_seconds)
+        waits = [worker.controller, worker.writes_ended, *decodes]
+        ready, _, _ = zmq.select(waits, [], [], timeout=wait_seconds)
         if time.monotonic() >= next_look_seconds:
             worker.look_after_transfers()
             next_look_seconds = time.monotonic() + RESEND_SECONDS
+        if worker.writes_ended in ready:
+            worker.collect_writes()
         for decode in decodes:
             if decode not in ready:
                 continue
