@@ -56,6 +56,8 @@ def assert_all_is_well(served: Running, expected: str) -> None:
     capacity = served.get("/server_info").json()["max_total_num_tokens"]
     assert usage["available_tokens"] + usage["evictable_tokens"] == capacity
     assert usage["queued_requests"] == usage["prefill_requests"] == usage["decode_requests"] == 0
+    books = served.get("/debug/invariants")
+    assert books.status_code == 200, books.text
     assert served.cluster.fatal is None
 
 

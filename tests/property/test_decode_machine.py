@@ -291,6 +291,7 @@ class DecodeMachine(RuleBasedStateMachine):
             epoch=DECODE_EPOCH,
             cp_size=CP_SIZE,
             max_running=max_running,
+            quarantine_seconds=30.0,
             vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
             to_server=lambda m: self.put("decode", "server", m),

@@ -22,6 +22,8 @@ from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
+    Check,
+    Checked,
     DecodeStats,
     Flush,
     Flushed,
@@ -524,5 +526,35 @@ def test_a_word_of_a_life_that_is_over_is_not_heard() -> None:
         await engine.prefill.send(encode(Paired(decode=str(DECODE))))
         await asyncio.sleep(0.05)
         assert not engine.client.healthy()[0]
+
+    with_restarts(test)
+
+
+def test_books_that_do_not_balance_turn_health_red_until_they_do_or_the_process_is_gone() -> None:
+    async def test(engine: Restarted) -> None:
+        leak = ["rooms that hold pages are not the running ones: 7"]
+        await engine.decode.send(encode(Checked(ticket=0, problems=leak)))
+        await asyncio.sleep(0.02)
+        assert engine.client.healthy() == (False, f"decode-0: {leak[0]}")
+        await engine.decode.send(encode(Checked(ticket=0, problems=[])))
+        await asyncio.sleep(0.02)
+        assert engine.client.healthy() == (True, "ok")
+        await engine.prefill.send(encode(Checked(ticket=0, problems=leak)))
+        await asyncio.sleep(0.02)
+        assert not engine.client.healthy()[0]
+        await engine.down(GROUP)
+        assert "leak" not in engine.client.healthy()[1]
+        assert "starting again" in engine.client.healthy()[1]
+
+    with_restarts(test)
+
+
+def test_every_process_is_asked_for_its_books() -> None:
+    async def test(engine: Restarted) -> None:
+        asked = asyncio.create_task(engine.client.check_invariants())
+        ticket = (await engine.next(Check)).ticket
+        await engine.prefill.send(encode(Checked(ticket=ticket, problems=[])))
+        await engine.decode.send(encode(Checked(ticket=ticket, problems=["a leak"])))
+        assert await asked == {"decode-0": ["a leak"], "prefill-0": [], "router": []}
 
     with_restarts(test)

@@ -74,6 +74,7 @@ class Decode:
             epoch=EPOCH,
             cp_size=CP_SIZE,
             max_running=max_running,
+            quarantine_seconds=30.0,
             vocab_size=VOCAB,
             eos_token_ids=frozenset([EOS]),
             to_server=lambda message: self.sent.append(("server", message)),
@@ -769,3 +770,27 @@ def test_without_a_server_nothing_is_left_but_what_ranks_may_still_write() -> No
         decode.fail(2, rank)
     assert decode.engine.open_rooms == 0
     assert decode.free_tokens == 14 * PAGE_SIZE
+
+
+# Self-check --------------------------------------------------------------------------------------
+
+
+def test_pages_that_stay_in_quarantine_for_too_long_are_named_with_whom_they_wait_for() -> None:
+    decode = Decode()
+    decode.offer(1)
+    decode.fail(1, 0)
+    assert decode.engine.problems(now_seconds=100.0) == []
+    assert decode.engine.problems(now_seconds=129.0) == []
+    (problem,) = decode.engine.problems(now_seconds=131.0)
+    assert "room 1 has 2 pages in quarantine for 31 s" in problem
+    assert "[1]" in problem
+    decode.fail(1, 1)
+    assert decode.engine.problems(now_seconds=132.0) == []
+
+
+def test_a_page_that_no_request_holds_is_a_problem() -> None:
+    decode = Decode()
+    assert decode.engine.problems(0.0) == []
+    decode.engine._pool.admit(77, np.zeros(0, "V16"), 2)
+    (problem,) = decode.engine.problems(0.0)
+    assert "not those of the pool" in problem

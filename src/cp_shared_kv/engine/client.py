@@ -13,7 +13,6 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -27,14 +26,15 @@ from cp_shared_kv.engine.api import (
     GenerateRequest,
     Outcome,
     TokenChunk,
-    TokenLogprobs,
 )
+from cp_shared_kv.engine.client_room import ClientRoom, Lost, StillQueued, logprobs_of
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
 from cp_shared_kv.engine.figures import SILENCE_SECONDS, Figures
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
     Cancel,
+    Checked,
     DecodeStats,
     Flushed,
     Paired,
@@ -47,6 +47,7 @@ from cp_shared_kv.engine.messages import (
 )
 from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
+from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.codec import pack_int64
@@ -57,27 +58,6 @@ HOLD_SECONDS = 60.0
 RETRY_SECONDS = 0.05
 
 logger = logging.getLogger("cp_shared_kv")
-
-
-@dataclass(frozen=True)
-class _Lost:
-    """A process on the request's route is gone, or was when the request came there."""
-
-    reason: str
-
-
-@dataclass
-class _Room:
-    request_id: str
-    route: Route
-    admitted: bool = False
-    inbox: asyncio.Queue[Tokens | Admitted | RoomRefused | _Lost] = field(
-        default_factory=asyncio.Queue[Tokens | Admitted | RoomRefused | _Lost]
-    )
-
-
-class _StillQueued(Exception):  # noqa: N818  (it never leaves this file)
-    """A request that can go another way: nothing of it has been computed."""
 
 
 class ClusterClient:
@@ -99,7 +79,7 @@ class ClusterClient:
             group_pages=description.logical_pages,
             decode_pages=description.decode_tokens // description.page_size,
         )
-        self._rooms: dict[int, _Room] = {}
+        self._rooms: dict[int, ClientRoom] = {}
         self._open: dict[str, tuple[int, Route]] = {}
         """Requests that can be aborted: room and route."""
         self._heard_seconds: dict[Life, float] = {}
@@ -108,6 +88,7 @@ class ClusterClient:
         self._why_lost: dict[str, str] = {}
         """Units that are down, and why."""
         self._changed = asyncio.Condition()
+        self._problems: dict[Life, list[str]] = {}
         self._figures = Figures(description.page_size, self._send)
         self._restarts: Counter[str] = Counter()
         self._outcomes: Counter[Outcome] = Counter(
@@ -151,7 +132,7 @@ class ClusterClient:
         while True:
             route = await self._route(keys, len(tokens))
             number = secrets.randbits(62)  # a new one each time: late words on the last go nowhere
-            room = _Room(request.request_id, route)
+            room = ClientRoom(route)
             self._rooms[number] = room
             self._open[request.request_id] = number, route
             self._router.book(
@@ -171,7 +152,7 @@ class ClusterClient:
                         self._open.pop(request.request_id, None)
                     yield chunk
                 return
-            except _StillQueued as why:
+            except StillQueued as why:
                 if time.monotonic() > give_up_seconds:
                     self._open.pop(request.request_id, None)
                     raise EngineRefusal(str(why), kind="unavailable") from None
@@ -207,9 +188,9 @@ class ClusterClient:
         except EngineRefusal as refusal:
             if refusal.kind != "unavailable":
                 raise
-            raise _StillQueued(refusal.reason) from refusal  # it has just gone
+            raise StillQueued(refusal.reason) from refusal  # it has just gone
 
-    async def _chunks(self, number: int, room: _Room) -> AsyncGenerator[TokenChunk, None]:
+    async def _chunks(self, number: int, room: ClientRoom) -> AsyncGenerator[TokenChunk, None]:
         # Tokens come from decode and the cached count from prefill, on links without a common
         # order: the first tokens wait for the count.
         cached: int | None = None
@@ -217,14 +198,14 @@ class ClusterClient:
         while True:
             message = await room.inbox.get()
             match message:
-                case _Lost():
+                case Lost():
                     if not room.admitted:
-                        raise _StillQueued(message.reason)
+                        raise StillQueued(message.reason)
                     self._outcomes["failed"] += 1
                     raise EngineRefusal(message.reason, kind="failed")
                 case RoomRefused():
                     if message.kind == "unavailable" and not room.admitted:
-                        raise _StillQueued(message.reason)
+                        raise StillQueued(message.reason)
                     refused = message.kind in ("too_long", "invalid", "overloaded")
                     self._outcomes["refused" if refused else "failed"] += 1
                     raise EngineRefusal(message.reason, kind=message.kind)
@@ -239,7 +220,9 @@ class ClusterClient:
                 if tokens.finish_reason is not None:
                     aborted = tokens.finish_reason == "abort"
                     self._outcomes["aborted" if aborted else "finished"] += 1
-                yield TokenChunk(tokens.token_ids, tokens.finish_reason, cached, _logprobs(tokens))
+                yield TokenChunk(
+                    tokens.token_ids, tokens.finish_reason, cached, logprobs_of(tokens)
+                )
                 if tokens.finish_reason is not None:
                     return
             early.clear()
@@ -278,8 +261,16 @@ class ClusterClient:
             [life for life in self._heard_seconds if life.role == "prefill"]
         )
 
+    async def check_invariants(self) -> dict[str, list[str]]:
+        """Have every process check its books: what does not add up, by unit."""
+        told = await self._figures.check(list(self._heard_seconds))
+        return told | {"router": broken([self._router.check_invariants])}
+
     def healthy(self) -> tuple[bool, str]:
-        """Whether some pair stands that has answered lately."""
+        """Whether some pair stands that has answered lately, and every process's books balance."""
+        for life, problems in self._problems.items():
+            if problems:
+                return False, f"{life.unit}: {problems[0]}"
         silent = self._silence()
         if silent is not None:
             return False, silent
@@ -319,12 +310,13 @@ class ClusterClient:
         self._why_lost[life.unit] = news.reason
         self._restarts[life.unit] += 1
         self._heard_seconds.pop(life, None)
+        self._problems.pop(life, None)
         self._router.lost(life)
         self._figures.lost(life)
         for room in self._rooms.values():
             # What was admitted may have all its pages at decode: decode tells how it ended.
             if life == room.route.decode or (life == room.route.group and not room.admitted):
-                room.inbox.put_nowait(_Lost(news.reason))
+                room.inbox.put_nowait(Lost(news.reason))
         await self._notify()
 
     async def _notify(self) -> None:
@@ -365,7 +357,9 @@ class ClusterClient:
                 await self._notify()
             case Tokens() | Admitted() | RoomRefused():
                 self._to_room(sender, message)
-            case PrefillStats() | DecodeStats() | Flushed():
+            case Checked(ticket=0):
+                self._problems[sender] = message.problems
+            case PrefillStats() | DecodeStats() | Flushed() | Checked():
                 self._figures.take(sender, message)
             case _:
                 pass
@@ -384,10 +378,3 @@ class ClusterClient:
             with contextlib.suppress(EngineRefusal):
                 await self.stats()
             await asyncio.sleep(PING_SECONDS)
-
-
-def _logprobs(tokens: Tokens) -> list[TokenLogprobs] | None:
-    if tokens.logprobs is None:
-        return None
-    told = zip(tokens.token_ids, tokens.logprobs, strict=True)
-    return [TokenLogprobs(token_id, one.logprob, one.top) for token_id, one in told]

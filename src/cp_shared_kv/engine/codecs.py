@@ -10,6 +10,8 @@ from cp_shared_kv.engine.messages import (
     BatchDone,
     BeginReplay,
     Cancel,
+    Check,
+    Checked,
     Configure,
     Configured,
     ConnectDecode,
@@ -23,6 +25,7 @@ from cp_shared_kv.engine.messages import (
     ProcessDown,
     ProcessUp,
     RankReady,
+    RankState,
     Registered,
     ReplayReady,
     RoomConcluded,
@@ -51,12 +54,20 @@ from cp_shared_kv.transfer.messages import (
     Withdrawn,
 )
 
-FromServer = Submit | Cancel | StatsRequest | Flush
+FromServer = Submit | Cancel | StatsRequest | Flush | Check
 ToServer = (
-    Registered | Paired | Tokens | Admitted | RoomRefused | PrefillStats | DecodeStats | Flushed
+    Registered
+    | Paired
+    | Tokens
+    | Admitted
+    | RoomRefused
+    | PrefillStats
+    | DecodeStats
+    | Flushed
+    | Checked
 )
 ToRank = Configure | ConnectDecode | DisconnectDecode | OpenRoom | Batch | AbortRoom
-FromRank = RankReady | Configured | DecodeConnected | BatchDone | RoomConcluded
+FromRank = RankReady | Configured | DecodeConnected | BatchDone | RoomConcluded | RankState
 DecodeToRank = Acknowledged | AbortRoom
 DecodeToController = (
     Hello | Reserve | Declined | Released | AbortRoom | ReplayReady | RoomCovered | StepDone

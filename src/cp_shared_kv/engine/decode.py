@@ -17,9 +17,11 @@ from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
 from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
+from cp_shared_kv.engine.quarantine import QuarantineWatch
 from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.sampling.sampler import SampledToken
 from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_sampling
+from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
@@ -56,7 +58,8 @@ class DecodeEngine:
     """Logic of a decode worker. `to_server` and the peers send; nothing blocks.
 
     Events name the prefill group that they come from: rooms of one group are closed to others.
-    `cp_size` is the ranks of each group.
+    `cp_size` is the ranks of each group; pages that are in quarantine for longer than
+    `quarantine_seconds` are a problem.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class DecodeEngine:
         epoch: int,
         cp_size: int,
         max_running: int,
+        quarantine_seconds: float,
         vocab_size: int,
         eos_token_ids: frozenset[int],
         to_server: SendTo,
@@ -77,6 +81,7 @@ class DecodeEngine:
         self._epoch = epoch
         self._cp_size = cp_size
         self._max_running = max_running
+        self._quarantine = QuarantineWatch(quarantine_seconds)
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._to_server = to_server
@@ -259,6 +264,10 @@ class DecodeEngine:
         for room in self._rooms.values():
             if room.session is not None:
                 room.session.check_invariants()
+
+    def problems(self, now_seconds: float) -> list[str]:
+        """What does not add up, and which rooms have been in quarantine for too long."""
+        return broken([self.check_invariants]) + self._quarantine.overdue(self._rooms, now_seconds)
 
     # Reservation ------------------------------------------------------------------------------
 

@@ -21,6 +21,8 @@ from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     BeginReplay,
     Cancel,
+    Check,
+    Checked,
     ProcessDown,
     ProcessUp,
     Registered,
@@ -31,6 +33,7 @@ from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.recording import LogitsLog, MessageLog
 from cp_shared_kv.engine.replay_decode import ReplayDecode
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.self_check import Bulletin
 from cp_shared_kv.errors import HandshakeError, ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import SharedMemoryBuffer
@@ -92,11 +95,13 @@ class DecodeWorker:
             epoch=self._epoch,
             cp_size=limits.cp_size,
             max_running=config.max_running_requests,
+            quarantine_seconds=config.watchdog_timeout,
             vocab_size=spec.vocab_size,
             eos_token_ids=frozenset(spec.eos_token_ids),
             to_server=self._to_server,
             log=None if record is None else MessageLog(record / "decode.messages"),
         )
+        self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))
         self.replay: ReplayDecode | None = None
 
     def handle(self, sender: bytes, message: ToDecode) -> None:
@@ -140,6 +145,9 @@ class DecodeWorker:
         match message:
             case StatsRequest():
                 self._to_server(self.engine.stats(message.ticket))
+            case Check():
+                problems = self.engine.problems(time.monotonic())
+                self._to_server(Checked(ticket=message.ticket, problems=problems))
             case Cancel():
                 self.engine.cancel(message.room, "the client went away")
             case _:
@@ -160,6 +168,10 @@ class DecodeWorker:
                     self.engine.peer_dead(peer, news.reason)
             case _:
                 pass
+
+    def check_books(self) -> None:
+        """Tell the server what does not add up, if that has changed."""
+        self._bulletin.post(self.engine.problems(time.monotonic()))
 
     def _server_up(self, life: Life, address: str) -> None:
         if self.server is not None:
@@ -240,11 +252,11 @@ def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
         ready, _, _ = zmq.select(waits, [], [], timeout=wait_seconds)
         supervisor.report_alive()
         now = time.monotonic()
-        if ready or worker.engine.has_work or worker.replay is not None:
+        if worker.door in ready or worker.engine.has_work or worker.replay is not None:
             last_seconds = now
         elif now - last_seconds > IDLE_SECONDS:
             last_seconds = now
-            worker.engine.check_invariants()
+            worker.check_books()
         if worker.door in ready:
             _drain(worker, worker.door)
         if worker.server is not None and worker.server in ready:

@@ -10,6 +10,8 @@ from cp_shared_kv.engine.api import DecodeWorkerStats, EngineRefusal, PrefillGro
 from cp_shared_kv.engine.codecs import FromServer
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
+    Check,
+    Checked,
     DecodeStats,
     Flush,
     Flushed,
@@ -20,7 +22,7 @@ from cp_shared_kv.engine.messages import (
 SILENCE_SECONDS = 10.0
 """A process that has not answered for so long gets no requests; a long batch takes less."""
 
-Answer = PrefillStats | DecodeStats | Flushed
+Answer = PrefillStats | DecodeStats | Flushed | Checked
 
 
 class Figures:
@@ -62,6 +64,16 @@ class Figures:
             )
         return sum(answer.pages for _, answer in told if isinstance(answer, Flushed))
 
+    async def check(self, lives: list[Life]) -> dict[str, list[str]]:
+        """What does not add up in the books of each process, by unit."""
+        told = {
+            life: answer.problems
+            for life, answer in await self._ask(lives, Check)
+            if isinstance(answer, Checked)
+        }
+        silent = [f"no answer in {SILENCE_SECONDS:.0f} s"]
+        return {life.unit: told.get(life, silent) for life in sorted(lives)}
+
     def take(self, sender: Life, answer: Answer) -> None:
         """An answer has come."""
         self._tickets.take(sender, answer)
@@ -72,7 +84,7 @@ class Figures:
         self._totals.lost(life)
 
     async def _ask(
-        self, lives: list[Life], question: type[StatsRequest | Flush]
+        self, lives: list[Life], question: type[StatsRequest | Flush | Check]
     ) -> list[tuple[Life, Answer]]:
         ticket, answers = self._tickets.open(sorted(lives))
         try:

@@ -49,6 +49,12 @@ class Flush(_Message, frozen=True, kw_only=True, tag="flush"):
     ticket: int
 
 
+class Check(_Message, frozen=True, kw_only=True, tag="check"):
+    """Check your books now; `ticket` comes back with what does not add up."""
+
+    ticket: int
+
+
 # Controller and decode -> server ---------------------------------------------------------------
 
 
@@ -125,6 +131,13 @@ class Flushed(_Message, frozen=True, kw_only=True, tag="flushed"):
 
     ticket: int
     pages: int
+
+
+class Checked(_Message, frozen=True, kw_only=True, tag="checked"):
+    """What does not add up in this process's books; `ticket` 0 is unasked."""
+
+    ticket: int
+    problems: list[str]
 
 
 # Controller -> ranks ---------------------------------------------------------------------------
@@ -209,6 +222,14 @@ class RoomConcluded(_Message, frozen=True, kw_only=True, tag="room_concluded"):
     descriptors: int
     bytes: int
     failure: str | None = None
+
+
+class RankState(_Message, frozen=True, kw_only=True, tag="rank_state"):
+    """Sent about once a second: the rooms this rank has open, and what is wrong in its books."""
+
+    rank: int
+    open_rooms: list[int]
+    problem: str | None = None
 
 
 # Replay tool <-> decode ------------------------------------------------------------------------

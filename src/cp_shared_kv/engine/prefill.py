@@ -19,10 +19,13 @@ from cp_shared_kv.engine.messages import (
     Admitted,
     BatchDone,
     Cancel,
+    Check,
+    Checked,
     DisconnectDecode,
     Flush,
     Flushed,
     Paired,
+    RankState,
     Registered,
     RoomConcluded,
     RoomRefused,
@@ -30,11 +33,13 @@ from cp_shared_kv.engine.messages import (
     Submit,
 )
 from cp_shared_kv.engine.pairing import DecodePeer
+from cp_shared_kv.engine.rank_states import RankStates
 from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.request import PrefillRequest
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.state import prompt_tokens_for_sampling
 from cp_shared_kv.engine.scheduler import PrefillScheduler
+from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
@@ -88,6 +93,7 @@ class PrefillController:
         )
         self._done: dict[int, BatchDone] = {}
         self._figures = GroupFigures(limits.cp_size)
+        self._rank_states = RankStates(lambda room: self.scheduler.get(room) is not None)
         self._max_queued = config.max_queued_requests
         self._log = None
         if config.record_batches is not None:
@@ -124,8 +130,8 @@ class PrefillController:
 
     # From the server --------------------------------------------------------------------------
 
-    def on_server(self, message: Submit | Cancel | StatsRequest | Flush) -> None:
-        """A new prompt, a client gone, a question for figures, or the cache is to go."""
+    def on_server(self, message: Submit | Cancel | StatsRequest | Flush | Check) -> None:
+        """A new prompt, a client gone, a question, or the cache is to go."""
         match message:
             case Submit():
                 self._submit(message)
@@ -133,6 +139,8 @@ class PrefillController:
                 self._abort(message.room, "the client went away")
             case StatsRequest():
                 self._to_server(self._figures.stats(message.ticket, self.scheduler))
+            case Check():
+                self._to_server(Checked(ticket=message.ticket, problems=self.problems()))
             case Flush():
                 self._to_server(Flushed(ticket=message.ticket, pages=self._pool.clear()))
 
@@ -257,8 +265,8 @@ class PrefillController:
 
     # From the ranks ---------------------------------------------------------------------------
 
-    def on_rank(self, message: BatchDone | RoomConcluded) -> None:
-        """A rank finished a batch, or its part of a transfer."""
+    def on_rank(self, message: BatchDone | RoomConcluded | RankState) -> None:
+        """A rank finished a batch, or its part of a transfer, or says how it is."""
         if not 0 <= message.rank < self._cp_size:
             raise ProtocolError(
                 "message of a rank that does not exist",
@@ -270,6 +278,8 @@ class PrefillController:
                 self._batch_done(message)
             case RoomConcluded():
                 self._room_concluded(message)
+            case RankState():
+                self._rank_states.take(message)
 
     def _batch_done(self, message: BatchDone) -> None:
         running = self.scheduler.in_flight
@@ -307,6 +317,10 @@ class PrefillController:
             self._refuse_stopped(request)
 
     # Steps ------------------------------------------------------------------------------------
+
+    def problems(self) -> list[str]:
+        """What does not add up in the books here and at the ranks."""
+        return broken([self.scheduler.check_invariants]) + self._rank_states.problems()
 
     def step(self) -> bool:
         """Start the next batch if there is one and none is in flight."""

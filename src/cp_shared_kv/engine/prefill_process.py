@@ -17,17 +17,20 @@ from cp_shared_kv.engine.links import DecodeLink, RanksLink, dealer
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     BatchDone,
+    Checked,
     Configure,
     DecodeConnected,
     DisconnectDecode,
     ProcessDown,
     ProcessUp,
     RankReady,
+    RankState,
     RoomConcluded,
 )
 from cp_shared_kv.engine.pairing import DecodePeer, Pairing
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.self_check import Bulletin
 from cp_shared_kv.errors import CpkvError, HandshakeError, ProtocolError
 from cp_shared_kv.transfer.messages import AbortRoom, Declined, Hello, Released, Reserve
 
@@ -102,6 +105,7 @@ class PrefillProcess:
         self._controller = PrefillController(
             spec, epoch=configure.epoch, to_server=self._to_server, to_ranks=self._ranks.send
         )
+        self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))
         self._watchdog = BatchWatchdog(spec.engine_config().watchdog_timeout)
 
     def run(self) -> None:
@@ -118,11 +122,11 @@ class PrefillProcess:
             ready, _, _ = zmq.select(waits, [], [], timeout=ALIVE_SECONDS)
             self._supervisor.report_alive()
             now = time.monotonic()
-            if ready:
+            if ready and ready != [self._ranks.socket]:  # ranks speak every second
                 last_seconds = now
             elif now - last_seconds > IDLE_SECONDS:
                 last_seconds = now
-                self._controller.scheduler.check_invariants()
+                self._bulletin.post(self._controller.problems())
             if self._ranks.socket in ready:
                 self._take(self._from_rank)
             for life, link in list(self._links.items()):
@@ -199,7 +203,7 @@ class PrefillProcess:
     def _from_rank(self) -> None:
         message = self._ranks.receive()
         match message:
-            case BatchDone() | RoomConcluded():
+            case BatchDone() | RoomConcluded() | RankState():
                 self._controller.on_rank(message)
             case DecodeConnected():
                 self._mapped(message)

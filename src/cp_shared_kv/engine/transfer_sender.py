@@ -191,9 +191,9 @@ class TransferSender:
                 decode.unreachable = not self._drained(decode)
 
     @property
-    def open_rooms(self) -> int:
+    def open_rooms(self) -> list[int]:
         """Rooms whose conclusion decode has not acknowledged."""
-        return len(self._rooms)
+        return sorted(self._rooms)
 
     def check_invariants(self) -> None:
         """Raise `InvariantError` if a session's books do not balance."""

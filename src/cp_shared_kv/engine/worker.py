@@ -23,10 +23,12 @@ from cp_shared_kv.engine.messages import (
     DecodeConnected,
     DisconnectDecode,
     RankReady,
+    RankState,
 )
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, TorchGroup
@@ -99,10 +101,19 @@ class RankWorker:
             self._epoch.sender.collect()
 
     def look_after_transfers(self) -> None:
-        """Repeat what decode has not acknowledged, and check the books. Once in a while."""
-        if self._epoch is not None:
-            self._epoch.sender.resend()
-            self._epoch.sender.check_invariants()
+        """Repeat what decode has not acknowledged, and say how the books are. Once a second."""
+        if self._epoch is None:
+            return
+        sender = self._epoch.sender
+        sender.resend()
+        problems = broken([sender.check_invariants])
+        self._to_controller(
+            RankState(
+                rank=self._rank,
+                open_rooms=sender.open_rooms,
+                problem="; ".join(problems) or None,
+            )
+        )
 
     def _configure(self, message: Configure) -> None:
         """Begin an epoch. Collective."""

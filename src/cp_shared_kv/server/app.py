@@ -68,6 +68,7 @@ def create_app(
         Route("/health", pages.health),
         Route("/health_generate", pages.health_generate),
         Route("/flush_cache", pages.flush_cache, methods=["POST"]),
+        Route("/debug/invariants", pages.invariants),
         Route("/server_info", pages.server_info),
         Route("/get_server_info", pages.server_info),  # its older name in SGLang
         Route("/metrics", pages.metrics),

@@ -43,6 +43,11 @@ class EngineClient(Protocol):
         """Drop every cached prefix that no request uses; returns how many logical pages went."""
         ...
 
+    async def check_invariants(self) -> dict[str, list[str]]:
+        """Have every process check its books: what does not add up, by process; empty lists where
+        all does."""
+        ...
+
     def healthy(self) -> tuple[bool, str]:
         """Whether requests can be served now, and if not why. Must answer at once."""
         ...

@@ -11,7 +11,7 @@ from cp_shared_kv.server.chat_schema import ChatBody, ChatChunk, ChatCompletion
 from cp_shared_kv.server.completion_schema import Completion, CompletionBody
 from cp_shared_kv.server.loads import Loads
 from cp_shared_kv.server.openai_schema import Model, ModelList
-from cp_shared_kv.server.pages import Flushed, Health
+from cp_shared_kv.server.pages import Flushed, Health, Invariants
 
 _SCHEMAS = "#/components/schemas/"
 
@@ -46,6 +46,7 @@ OPERATIONS = (
     Operation("get", "/health", "Whether the engine's processes answer", answer=Health),
     Operation("get", "/health_generate", "Whether a token comes out of the engine", answer=Health),
     Operation("post", "/flush_cache", "Drop cached prefixes that nobody uses", answer=Flushed),
+    Operation("get", "/debug/invariants", "Every process checks its books now", answer=Invariants),
     Operation("get", "/server_info", "Settings, sizes and use of the engine"),
     Operation("get", "/get_server_info", "The same, by its older name"),
     Operation(

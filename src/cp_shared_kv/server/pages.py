@@ -48,6 +48,13 @@ class Flushed(msgspec.Struct):
     dropped_tokens: int
 
 
+class Invariants(msgspec.Struct):
+    """GET /debug/invariants: by process, what does not add up in its books."""
+
+    balanced: bool
+    problems: dict[str, list[str]]
+
+
 class Pages:
     """One method an endpoint."""
 
@@ -128,6 +135,15 @@ class Pages:
         except EngineRefusal as refusal:
             raise ApiError.from_refusal(refusal) from refusal
         return _json(Flushed(pages, pages * self._description.page_size))
+
+    async def invariants(self, _request: Request) -> Response:
+        """GET /debug/invariants: every process checks its books now. 503 if some do not balance."""
+        try:
+            problems = await self._client.check_invariants()
+        except EngineRefusal as refusal:
+            raise ApiError.from_refusal(refusal) from refusal
+        balanced = not any(problems.values())
+        return _json(Invariants(balanced, problems), 200 if balanced else 503)
 
     async def server_info(self, _request: Request) -> Response:
         """GET /server_info."""

@@ -115,6 +115,7 @@ class FakeEngine:
         self.abort_after_tokens: int | None = None
         self.crash: Exception | None = None
         self.health = (True, "ok")
+        self.problems: dict[str, list[str]] = {"prefill-0": [], "decode-0": []}
         self.current_stats: EngineStats | None = STATS
         self.requests: list[GenerateRequest] = []
         self.started = threading.Event()
@@ -175,6 +176,11 @@ class FakeEngine:
         if self.refusal is not None:
             raise self.refusal
         return 2
+
+    async def check_invariants(self) -> dict[str, list[str]]:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.problems
 
     async def stats(self) -> EngineStats:
         if self.current_stats is None:

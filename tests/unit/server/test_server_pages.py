@@ -9,6 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from cp_shared_kv import telemetry
+from cp_shared_kv.engine.api import EngineRefusal
 
 
 def samples(http) -> Iterator[Sample]:
@@ -72,8 +73,18 @@ def test_capacity_and_use_are_logical_tokens(http):
 
 def test_figures_per_rank(http):
     have = figures(http)
-    assert [have[f"cpkv:sent_pages_total{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [4, 3, 3, 2]
-    assert [have[f"cpkv:owner_free_pages{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [1, 1, 1, 0]
+    assert [have[f"cpkv:sent_pages_total{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [
+        4,
+        3,
+        3,
+        2,
+    ]
+    assert [have[f"cpkv:owner_free_pages{{cp_rank={r},dp_rank=0}}"] for r in range(4)] == [
+        1,
+        1,
+        1,
+        0,
+    ]
     assert have["sglang:kv_cache_memory_usage_gb{cp_rank=3}"] == 3 / 1024
 
 
@@ -161,3 +172,16 @@ def test_responses_are_counted_by_path_and_status_but_not_by_invented_paths(http
     have = figures(http)
     assert have["cpkv:http_responses_total{path=other,status=404}"] >= 3
     assert not any("invented" in name for name in have)
+
+
+def test_the_books_of_every_process_can_be_asked_for(http, engine):
+    answer = http.get("/debug/invariants")
+    assert answer.status_code == 200
+    assert answer.json() == {"balanced": True, "problems": {"prefill-0": [], "decode-0": []}}
+    engine.problems = {"prefill-0": ["page 7 has two owners"], "decode-0": []}
+    answer = http.get("/debug/invariants")
+    assert answer.status_code == 503
+    assert answer.json()["problems"]["prefill-0"] == ["page 7 has two owners"]
+    engine.refusal = EngineRefusal("the engine does not answer", kind="unavailable")
+    assert http.get("/debug/invariants").json()["error"]["code"] == "unavailable"
+    engine.reset()
