@@ -19,8 +19,10 @@ from cp_shared_kv.engine.messages import RoomRefused, Tokens
 from cp_shared_kv.engine.recording import MessageLog, read_messages
 from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
 from cp_shared_kv.engine.sampling.state import SamplingState
+from cp_shared_kv.engine.verification import Checksums
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.layout.pages import PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.transfer.codec import pack_int64, unpack_int64
 from cp_shared_kv.transfer.messages import (
@@ -65,7 +67,13 @@ class NextNumbers:
 class Decode:
     """A decode engine; what it sends is kept in order, with its receiver."""
 
-    def __init__(self, pages: int = 10, max_running: int = 8, log: Path | None = None) -> None:
+    def __init__(
+        self,
+        pages: int = 10,
+        max_running: int = 8,
+        log: Path | None = None,
+        checksums: Checksums | None = None,
+    ) -> None:
         self.sent: list[tuple[End, msgspec.Struct]] = []
         self.runner = NextNumbers()
         self.engine = DecodeEngine(
@@ -79,6 +87,7 @@ class Decode:
             eos_token_ids=frozenset([EOS]),
             to_server=lambda message: self.sent.append(("server", message)),
             log=None if log is None else MessageLog(log),
+            checksums=checksums,
         )
         self.peer = PrefillPeer(
             Life("prefill", 0, 1),
@@ -111,7 +120,7 @@ class Decode:
     def first_token(self, room: int, token: int = 10) -> None:
         self.engine.on_first_token(self.peer, FirstToken(**FROM_PREFILL, room=room, token_id=token))
 
-    def send(self, room: int, rank: int, pages: int = 2) -> None:
+    def send(self, room: int, rank: int, pages: int = 2, checksum: int | None = None) -> None:
         """The rank sends its pages (those with position % 2 == rank) and concludes."""
         positions = np.arange(rank, pages, CP_SIZE)
         self.engine.on_transfer(
@@ -124,6 +133,9 @@ class Decode:
                 positions=pack_int64(positions),
                 descriptors=1,
                 nbytes=8,
+                checksums=b""
+                if checksum is None
+                else pack_int64(np.full(len(positions), checksum)),
             ),
         )
         self.engine.on_transfer(self.peer, self.success(room, rank, len(positions)))
@@ -794,3 +806,51 @@ def test_a_page_that_no_request_holds_is_a_problem() -> None:
     decode.engine._pool.admit(77, np.zeros(0, "V16"), 2)
     (problem,) = decode.engine.problems(0.0)
     assert "not those of the pool" in problem
+
+
+# Verification ------------------------------------------------------------------------------------
+
+
+def sums_of_seven(pages: PhysicalPages) -> np.ndarray[Any, Any]:
+    return np.full(len(pages), 7)
+
+
+def test_pages_with_the_right_checksums_start_as_ever() -> None:
+    decode = Decode(checksums=sums_of_seven)
+    decode.offer(1)
+    decode.first_token(1)
+    for rank in range(CP_SIZE):
+        decode.send(1, rank, checksum=7)
+    assert [one.token_ids for one in decode.steps()] == [[10], [11], [12], [13]]
+
+
+def test_a_damaged_page_is_named_and_fails_its_request_alone() -> None:
+    decode = Decode(checksums=sums_of_seven)
+    for room in (1, 2):
+        decode.offer(room)
+        decode.first_token(room)
+    (first, _) = decode.taken(Reserve)
+    decode.send(1, 0, checksum=7)
+    decode.send(1, 1, checksum=8)
+    ends = [message for end, message in decode.take() if end == "server"]
+    ((refusal),) = ends
+    assert isinstance(refusal, RoomRefused)
+    assert (refusal.room, refusal.kind) == (1, "failed")
+    page = unpack_int64(first.physical_pages)[1]
+    assert f"from CP rank 1: position 1 of the request, physical page {page} at decode" in (
+        refusal.reason
+    )
+    assert "0x00000007, sent with 0x00000008" in refusal.reason
+    for rank in range(CP_SIZE):
+        decode.send(2, rank, checksum=7)
+    assert [one.room for one in decode.steps()] == [2, 2, 2, 2]
+    assert decode.free_tokens == 10 * PAGE_SIZE
+
+
+def test_pages_without_the_checksums_that_were_agreed_on_fail_their_request() -> None:
+    decode = Decode(checksums=sums_of_seven)
+    decode.offer(1)
+    for rank in range(CP_SIZE):
+        decode.send(1, rank)
+    (refusal,) = decode.taken(RoomRefused)
+    assert "CP rank 0 sent pages without checksums" in refusal.reason

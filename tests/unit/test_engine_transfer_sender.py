@@ -13,8 +13,10 @@ from cp_shared_kv.engine.messages import RoomConcluded
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.pages import PhysicalPages
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
+from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
@@ -86,7 +88,7 @@ class HandTransport:
 class Rank:
     """The only rank of a group, its transfers, and what it has said."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, verify: bool = False) -> None:
         self.transport = HandTransport()
         self.to_decode: list[Sent | Concluded | Quiesced] = []
         self.to_controller: list[msgspec.Struct] = []
@@ -98,6 +100,7 @@ class Rank:
             rank=0,
             epoch=EPOCH,
             sends_nothing=False,
+            verify=verify,
             to_decode=self.to_decode.append,
             to_controller=self.to_controller.append,
             wake=self._wake,
@@ -297,3 +300,27 @@ def test_a_dead_worker_to_which_a_write_may_still_land_keeps_its_rooms_until_it_
     rank.sender.resend()
     assert rank.said() == ["RoomConcluded"]
     assert not rank.sender.open_rooms
+
+
+def test_checksums_of_the_pages_go_with_them_when_asked_for() -> None:
+    rank = Rank(verify=True)
+    pool = rank.sender._pool
+    pool.buffer.tensor.random_(0, 256)
+    rank.open(1, pages=3)
+    rank.chunk(1, 0, 0, 3, last=True)
+    rank.transport.land()
+    rank.sender.collect()
+    (sent,) = (m for m in rank.to_decode if isinstance(m, Sent))
+    sources = PhysicalPages(np.arange(1, 4))
+    assert sent.checksum_array() is not None
+    assert np.array_equal(sent.checksum_array(), page_checksums(pool, sources))  # type: ignore[arg-type]
+
+
+def test_without_verification_no_checksums_are_made() -> None:
+    rank = Rank()
+    rank.open(1)
+    rank.chunk(1, 0, 0, 2, last=True)
+    rank.transport.land()
+    rank.sender.collect()
+    (sent,) = (m for m in rank.to_decode if isinstance(m, Sent))
+    assert sent.checksums == b""

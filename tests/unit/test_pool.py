@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import zlib
+
 import numpy as np
 import pytest
 import torch
 
 from cp_shared_kv.errors import CapacityError, ConfigError, LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
-from cp_shared_kv.layout.pages import LogicalLocs
+from cp_shared_kv.layout.pages import LogicalLocs, PhysicalPages
 from cp_shared_kv.memory.buffers import PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
+from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec, WritePlan
 
@@ -152,3 +155,38 @@ def test_locs_outside_the_pool_are_refused() -> None:
     layout = CpSharedKVLayout(4, 2, 0, physical_pages=3)
     with pytest.raises(LayoutError, match="28"):
         WritePlan.build(layout, LogicalLocs(np.array([27, 28])))
+
+
+def test_a_checksum_covers_every_byte_of_its_page_and_no_other() -> None:
+    spec = make_spec()
+    buffer = PrivateBuffer(spec.pool_bytes(5))
+    buffer.tensor.random_(0, 256, generator=torch.Generator().manual_seed(1))
+    pool = KVPool(spec, 5, buffer)
+    pages = PhysicalPages(np.array([3, 1, 4]))
+    before = page_checksums(pool, pages)
+    assert before.dtype == np.int64
+    assert len(set(before.tolist())) == 3
+    assert page_checksums(pool, PhysicalPages(np.array([4]))).tolist() == [before[2]]
+    seen = 0
+    for kind in PAGE_KINDS:
+        for layer in spec.layers(kind):
+            page = pool.pages(kind, layer)[3]
+            for at in range(len(page)):
+                page[at] ^= 1
+                assert (page_checksums(pool, pages) == before).tolist() == [False, True, True]
+                page[at] ^= 1
+                seen += 1
+    assert seen == spec.bytes_per_page
+
+
+def test_the_checksum_is_that_of_zlib_over_the_layers_in_order() -> None:
+    spec = make_spec()
+    buffer = PrivateBuffer(spec.pool_bytes(2))
+    buffer.tensor.copy_(torch.arange(buffer.nbytes) % 251)
+    pool = KVPool(spec, 2, buffer)
+    whole = b"".join(
+        pool.pages(kind, layer)[2].numpy().tobytes()
+        for kind in PAGE_KINDS
+        for layer in spec.layers(kind)
+    )
+    assert page_checksums(pool, PhysicalPages(np.array([2]))).tolist() == [zlib.crc32(whole)]

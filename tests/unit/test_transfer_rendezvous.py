@@ -46,6 +46,7 @@ DIFFERENT: dict[str, Any] = {
     "latent_format": "bf16 r512 d64",
     "index_format": "fp32 d128 hadamard",
     "bytes_per_page": 999,
+    "page_checksum": "crc32",
 }
 
 

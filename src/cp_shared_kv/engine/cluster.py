@@ -27,7 +27,8 @@ from cp_shared_kv.engine.sizing import (
 from cp_shared_kv.engine.spawning import STOP_SECONDS, Spawner
 from cp_shared_kv.engine.supervisor import Supervisor, first_lives
 from cp_shared_kv.errors import InvariantError, StartStoppedError, StartupError
-from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY, remove_stale_segments
+from cp_shared_kv.memory.buffers import remove_stale_segments
+from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
 
 POLL_SECONDS = 0.05
 SERVER = "server-0"

@@ -109,6 +109,10 @@ class EngineConfig:
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
     """What carries KV pages from prefill to decode; mooncake is refused until it is built."""
 
+    verify_kv_transfer: bool = False
+    """Send a checksum with each KV page and compare it before decode starts: a page damaged on its
+    way fails its request alone, with the page's name."""
+
     disable_radix_cache: bool = False
     """Never reuse the KV of earlier prompts."""
 

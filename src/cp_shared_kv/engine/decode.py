@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
 
 import msgspec
 import numpy as np
 
 from cp_shared_kv.engine.api import FinishReason
 from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.decode_reservation import reserve
 from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
 from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
@@ -22,8 +22,8 @@ from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.sampling.sampler import SampledToken
 from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_sampling
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.verification import Checksums, damaged_page
 from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError
-from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.actions import (
@@ -33,9 +33,7 @@ from cp_shared_kv.transfer.actions import (
     RoomFailed,
     SendMessage,
 )
-from cp_shared_kv.transfer.codec import pack_int64
-from cp_shared_kv.transfer.decode_session import DecodeSession, DecodeState, acknowledgement
-from cp_shared_kv.transfer.descriptors import stripe_destinations
+from cp_shared_kv.transfer.decode_session import DecodeState, acknowledgement
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Acknowledged,
@@ -44,11 +42,9 @@ from cp_shared_kv.transfer.messages import (
     FirstToken,
     Offer,
     Quiesced,
-    Reserve,
     Sent,
     Withdrawn,
 )
-from cp_shared_kv.transfer.reservation import Reservation
 
 logger = logging.getLogger("cp_shared_kv")
 SendTo = Callable[[msgspec.Struct], None]
@@ -59,7 +55,8 @@ class DecodeEngine:
 
     Events name the prefill group that they come from: rooms of one group are closed to others.
     `cp_size` is the ranks of each group; pages that are in quarantine for longer than
-    `quarantine_seconds` are a problem.
+    `quarantine_seconds` are a problem. With `checksums` of this worker's pages, a room whose
+    pages differ from what its ranks have sent fails.
     """
 
     def __init__(
@@ -74,6 +71,7 @@ class DecodeEngine:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         to_server: SendTo,
+        checksums: Checksums | None = None,
         log: MessageLog | None = None,
     ) -> None:
         self._pool = pool
@@ -85,6 +83,7 @@ class DecodeEngine:
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
         self._to_server = to_server
+        self._checksums = checksums
         self._log = log
         self._rooms: dict[int, DecodeRoom] = {}
         self._waiting: list[int] = []
@@ -275,50 +274,18 @@ class DecodeEngine:
         while self._waiting:
             name = self._waiting[0]
             room = self._rooms[name]
-            tokens = room.prompt_tokens + room.offer.max_tokens
-            prompt_pages = -(-room.prompt_tokens // self._pool.page_size)
             try:
-                admission = self._pool.admit(
-                    name,
-                    page_keys(room.offer.tokens(), self._pool.page_size),
-                    -(-tokens // self._pool.page_size),
-                    arrange=partial(self._striped, prompt_pages),
-                )
+                reserved = reserve(self._pool, room, epoch=self._epoch, cp_size=self._cp_size)
             except CapacityError as error:
                 self._waiting.pop(0)
                 del self._rooms[name]
                 self._decline(room.peer, name, str(error))
                 continue
-            if admission is None:
+            if reserved is None:
                 return
             self._waiting.pop(0)
-            room.logical_pages = admission.logical_pages
-            # What decode holds already is not asked for. It does not share its pool, so its
-            # logical pages are its physical ones.
-            held = admission.cached_pages
-            physical_pages = PhysicalPages(admission.logical_pages[held:prompt_pages])
-            room.session = DecodeSession(
-                room=name,
-                epoch=self._epoch,
-                peer_epoch=room.peer.epoch,
-                cp_size=self._cp_size,
-                reservation=Reservation(first_position=held, physical_pages=physical_pages),
-            )
-            reserve = Reserve(
-                epoch=self._epoch,
-                peer_epoch=room.peer.epoch,
-                room=name,
-                first_position=held,
-                physical_pages=pack_int64(physical_pages),
-            )
-            self._record(reserve)
-            room.peer.to_controller(reserve)
-
-    def _striped(self, prompt_pages: int, drawn: LogicalPages, first_position: int) -> LogicalPages:
-        """Lay out what prefill will send so that each owner's pages lie together."""
-        sent = max(0, prompt_pages - first_position)
-        striped = stripe_destinations(PhysicalPages(drawn[:sent]), first_position, self._cp_size)
-        return LogicalPages(np.concatenate([striped, drawn[sent:]]))
+            self._record(reserved)
+            room.peer.to_controller(reserved)
 
     def _publish(self, room: DecodeRoom) -> None:
         """Keep the pages that are written, prompt and output, for the prompts that go on from here.
@@ -345,12 +312,25 @@ class DecodeEngine:
                     else:
                         peer.to_controller(action.message)
                 case Covered():
-                    self._start_if_ready(name)
+                    self._covered(name)
                 case RoomFailed():
                     self.failed_total += not self._rooms[name].stopped
                     self._to_server(RoomRefused(room=name, kind="failed", reason=action.reason))
                 case FreePages():
                     self._release(name)
+
+    def _covered(self, name: int) -> None:
+        """Every page is here, and no rank writes any more."""
+        session = self._rooms[name].session
+        assert session is not None
+        damage = None if self._checksums is None else damaged_page(session, self._checksums)
+        if damage is None:
+            self._start_if_ready(name)
+            return
+        logger.error("room %d: %s", name, damage)
+        self.failed_total += 1
+        self._to_server(RoomRefused(room=name, kind="failed", reason=damage))
+        self._release(name)
 
     def _start_if_ready(self, name: int) -> None:
         room = self._rooms[name]

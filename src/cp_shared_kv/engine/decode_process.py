@@ -38,6 +38,7 @@ from cp_shared_kv.errors import HandshakeError, ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import SharedMemoryBuffer
 from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
@@ -99,6 +100,7 @@ class DecodeWorker:
             vocab_size=spec.vocab_size,
             eos_token_ids=frozenset(spec.eos_token_ids),
             to_server=self._to_server,
+            checksums=partial(page_checksums, self._pool) if config.verify_kv_transfer else None,
             log=None if record is None else MessageLog(record / "decode.messages"),
         )
         self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))

@@ -80,6 +80,7 @@ class RankEpoch:
             rank=rank,
             epoch=configure.epoch,
             sends_nothing=not configure.shared and rank > 0,
+            verify=spec.engine_config().verify_kv_transfer,
             to_decode=to_decode,
             to_controller=to_controller,
             wake=wake,

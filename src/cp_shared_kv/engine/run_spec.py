@@ -11,8 +11,8 @@ from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.memory.buffers import SEGMENT_PREFIX
-from cp_shared_kv.transfer.messages import Hello
+from cp_shared_kv.memory.segment_names import SEGMENT_PREFIX
+from cp_shared_kv.transfer.messages import PAGE_CHECKSUM, Hello
 from cp_shared_kv.transfer.regions import Region
 
 FILE_NAME = "run.json"
@@ -78,6 +78,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
             model_fingerprint=self.model_fingerprint,
             physical_pages=physical_pages,
             regions=regions,
+            page_checksum=PAGE_CHECKSUM if self.config["verify_kv_transfer"] else "none",
             **msgspec.structs.asdict(self.page_layout),
         )
 

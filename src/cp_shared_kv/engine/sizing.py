@@ -8,8 +8,9 @@ from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
-from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY, shared_memory_shortage
+from cp_shared_kv.memory.buffers import shared_memory_shortage
 from cp_shared_kv.memory.pool import KVPoolSpec
+from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
 from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 

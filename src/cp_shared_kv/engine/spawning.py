@@ -15,7 +15,7 @@ from pathlib import Path
 
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
-from cp_shared_kv.memory.buffers import SHARED_MEMORY_DIRECTORY
+from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
 
 SERVER_MODULE = "cp_shared_kv.server.process"
 CHILD_MODULE = "cp_shared_kv.engine.child_main"

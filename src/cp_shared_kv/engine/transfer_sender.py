@@ -15,8 +15,10 @@ from cp_shared_kv.engine.messages import RoomConcluded
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
+from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.transfer.actions import PrefillAction, ReleaseSources, SendMessage, SubmitWrite
+from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.descriptors import PageAreas, expand, merge_pages
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
@@ -64,7 +66,7 @@ class _Write:
     name: int
     room: _Room
     chunk: int
-    pages: int
+    source_physical_pages: PhysicalPages
     descriptors: int
     landed: Future[int]
 
@@ -76,7 +78,7 @@ class TransferSender:
     ended, from any thread; then call `collect`.
 
     `sends_nothing` is for the ranks of a replicated group that hold copies of what rank 0 sends:
-    they conclude every room with zero pages.
+    they conclude every room with zero pages. `verify` sends a checksum with each page.
     """
 
     def __init__(
@@ -88,6 +90,7 @@ class TransferSender:
         rank: int,
         epoch: int,
         sends_nothing: bool,
+        verify: bool,
         to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
         wake: Callable[[], None],
@@ -99,6 +102,7 @@ class TransferSender:
         self._rank = rank
         self._epoch = epoch
         self._sends_nothing = sends_nothing
+        self._verify = verify
         self._to_decode = to_decode
         self._to_controller = to_controller
         self._wake = wake
@@ -244,7 +248,7 @@ class TransferSender:
             name,
             room,
             write.chunk,
-            len(write.source_physical_pages),
+            write.source_physical_pages,
             runs.count,
             self._transport.write(decode.hello.session_id, runs),
         )
@@ -264,11 +268,19 @@ class TransferSender:
             room.decode.unreachable |= error.kind == "unreachable" or not error.quiescent
             actions = session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
         else:
-            room.pages += write.pages
+            room.pages += len(write.source_physical_pages)
             room.descriptors += write.descriptors
             room.nbytes += nbytes
-            actions = session.write_done(write.chunk, write.descriptors, nbytes)
+            actions = session.write_done(
+                write.chunk, write.descriptors, nbytes, self._checksums(write)
+            )
         self._carry_out(write.name, actions)
+
+    def _checksums(self, write: _Write) -> bytes:
+        if not self._verify:
+            return b""
+        # The pages are locked until the room concludes: they are still what was sent.
+        return pack_int64(page_checksums(self._pool, write.source_physical_pages))
 
     def _let_go(self, decode: _Decode) -> None:
         """Have the transport forget a dead decode worker: then no write to it can land."""

@@ -20,10 +20,9 @@ from typing import Protocol, Self
 import torch
 
 from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError, StartupError
+from cp_shared_kv.memory.segment_names import SEGMENT_PREFIX, SHARED_MEMORY_DIRECTORY
 
-SHARED_MEMORY_DIRECTORY = "/dev/shm"  # noqa: S108 (files are made exclusively, mode 0600)
 CONTAINER_DEFAULT_BYTES = 64 << 20
-SEGMENT_PREFIX = "cpkv-"
 STALE_SECONDS = 60.0
 """A segment younger than this may be one whose maker has not locked it yet."""
 NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EFBIG)

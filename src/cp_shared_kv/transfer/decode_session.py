@@ -117,6 +117,10 @@ class DecodeSession:
         """Positions that have arrived so far."""
         return self._cover.count
 
+    def claims(self) -> list[Sent]:
+        """What a covered room's ranks say they have sent: positions, and checksums if agreed."""
+        return [sent for record in self._ranks for sent in record.sent.values()]
+
     def waiting_for(self) -> list[int]:
         """The ranks that are not heard (while receiving) or not quiescent (in quarantine)."""
         if self.state is DecodeState.RECEIVING:

@@ -32,6 +32,9 @@ models, are 8 MiB of int64. Twice that leaves room for what surrounds them, and 
 MAX_TOKENS = 1 << 20
 MAX_PAGE = 1 << 40
 """No pool has as many pages. Keeps page * bytes per page far from the end of int64."""
+PAGE_CHECKSUM = "crc32"
+"""What the handshake calls `memory.page_checksums`."""
+MAX_CHECKSUM = (1 << 32) - 1
 MAX_REASON_CHARS = 2000
 INT64_MAX = (1 << 63) - 1
 
@@ -98,6 +101,8 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
     index_layers: Annotated[tuple[Count, ...], Meta(max_length=4096)]
     bytes_per_page: Bytes
     """Of all layers and kinds together."""
+    page_checksum: Fingerprint = "none"
+    """What ranks send with each page for decode to compare."""
     model_fingerprint: Fingerprint
     physical_pages: Count
     """Pages of the pool, the padding page not counted (prefill: of each rank's pool)."""
@@ -227,13 +232,24 @@ class Sent(_RoomMessage, frozen=True, kw_only=True, tag="sent"):
     descriptors: Count
     """Byte ranges that the pages were merged into."""
     nbytes: Bytes
+    checksums: bytes = b""
+    """One for each position (int64), or none where the handshake agreed on none."""
 
     def __post_init__(self) -> None:
         check_int64("positions", self.positions, at_least=0, at_most=MAX_PAGE)
+        check_int64("checksums", self.checksums, at_least=0, at_most=MAX_CHECKSUM)
+        if self.checksums and len(self.checksums) != len(self.positions):
+            raise ValueError(
+                f"{len(self.checksums) // 8} checksums for {len(self.positions) // 8} positions"
+            )
 
     def position_array(self) -> Positions:
         """The positions, int64[pages]."""
         return Positions(unpack_int64(self.positions))
+
+    def checksum_array(self) -> npt.NDArray[np.int64] | None:
+        """The checksums, int64[pages], or None if there are none."""
+        return unpack_int64(self.checksums) if self.checksums else None
 
 
 class Concluded(_RoomMessage, frozen=True, kw_only=True, tag="concluded"):

@@ -141,8 +141,13 @@ class PrefillSession:
             self.state = PrefillState.FLUSHING
         return actions + self._conclude_when_flushed()
 
-    def write_done(self, chunk: int, descriptors: int, nbytes: int) -> list[PrefillAction]:
-        """Every byte of the chunk has landed, in so many merged ranges. Once a SubmitWrite."""
+    def write_done(
+        self, chunk: int, descriptors: int, nbytes: int, checksums: bytes = b""
+    ) -> list[PrefillAction]:
+        """Every byte of the chunk has landed, in so many merged ranges. Once a SubmitWrite.
+
+        `checksums` (int64, in the order of the SubmitWrite's pages) go to decode with it.
+        """
         positions = self._settle(chunk)
         if positions is None:
             return []
@@ -157,6 +162,7 @@ class PrefillSession:
             positions=pack_int64(positions),
             descriptors=descriptors,
             nbytes=nbytes,
+            checksums=checksums,
         )
         self._sent.append(sent)
         return [*self._messages(sent), *self._conclude_when_flushed()]

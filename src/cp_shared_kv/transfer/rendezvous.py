@@ -26,6 +26,7 @@ _EQUAL_FIELDS: dict[str, str] = {
     "index_layers": f"{_DECODE_FOLLOWS} --model-path",
     "latent_format": f"{_DECODE_FOLLOWS} --kv-cache-dtype and --dtype",
     "index_format": f"{_DECODE_FOLLOWS} --kv-cache-dtype and --dtype",
+    "page_checksum": f"{_DECODE_FOLLOWS} --verify-kv-transfer",
     "bytes_per_page": "run the same release of cp-shared-kv on both ends",
 }
 

@@ -1,0 +1,63 @@
+"""The pages that decode sets aside for a request: all of them, or none."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+
+from cp_shared_kv.engine.decode_room import DecodeRoom
+from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
+from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.memory.page_keys import page_keys
+from cp_shared_kv.transfer.codec import pack_int64
+from cp_shared_kv.transfer.decode_session import DecodeSession
+from cp_shared_kv.transfer.descriptors import stripe_destinations
+from cp_shared_kv.transfer.messages import Reserve
+from cp_shared_kv.transfer.reservation import Reservation
+
+
+def reserve(pool: LogicalPool, room: DecodeRoom, *, epoch: int, cp_size: int) -> Reserve | None:
+    """Set pages aside for the prompt and its output, and open the room's session.
+
+    Returns what to tell prefill: the destinations of the pages that decode does not hold yet. None,
+    with nothing changed, while too few are free. CapacityError if they will never be enough.
+    """
+    name, tokens = room.offer.room, room.prompt_tokens + room.offer.max_tokens
+    prompt_pages = -(-room.prompt_tokens // pool.page_size)
+    admission = pool.admit(
+        name,
+        page_keys(room.offer.tokens(), pool.page_size),
+        -(-tokens // pool.page_size),
+        arrange=partial(_striped, cp_size, prompt_pages),
+    )
+    if admission is None:
+        return None
+    room.logical_pages = admission.logical_pages
+    # What decode holds already is not asked for. It does not share its pool, so its logical
+    # pages are its physical ones.
+    held = admission.cached_pages
+    physical_pages = PhysicalPages(admission.logical_pages[held:prompt_pages])
+    room.session = DecodeSession(
+        room=name,
+        epoch=epoch,
+        peer_epoch=room.peer.epoch,
+        cp_size=cp_size,
+        reservation=Reservation(first_position=held, physical_pages=physical_pages),
+    )
+    return Reserve(
+        epoch=epoch,
+        peer_epoch=room.peer.epoch,
+        room=name,
+        first_position=held,
+        physical_pages=pack_int64(physical_pages),
+    )
+
+
+def _striped(
+    cp_size: int, prompt_pages: int, drawn: LogicalPages, first_position: int
+) -> LogicalPages:
+    """Lay out what prefill will send so that each owner's pages lie together."""
+    sent = max(0, prompt_pages - first_position)
+    striped = stripe_destinations(PhysicalPages(drawn[:sent]), first_position, cp_size)
+    return LogicalPages(np.concatenate([striped, drawn[sent:]]))
