@@ -1,4 +1,4 @@
-"""What --verify-kv-transfer costs: the checksum of a page, against sending it through shared memory.
+"""What --verify-kv-transfer costs: a page's checksum, against sending it through shared memory.
 
 Both ends make it once a page, so the cost of a transfer is twice the figure. Pages of four layers
 at DeepSeek-V3.2's widths (latent KV as fp8_ds_mla, index K as fp8_scaled), in shuffled order, in
