@@ -106,6 +106,16 @@ def test_a_long_prompt_runs_in_chunks_and_shares_its_last_one() -> None:
     assert group.run() is None
 
 
+def test_a_prompt_finds_what_an_equal_one_has_computed_so_far() -> None:
+    group = Group(chunk_tokens=8)
+    group.open(1, prompt(1, 19))
+    assert shares(group.run()) == [(1, 0, 8)]
+    assert shares(group.run()) == [(1, 8, 8)]
+    again = group.open(2, prompt(1, 19))
+    assert shares(group.run()) == [(1, 16, 3), (2, 16, 3)]
+    assert again.cached_tokens == 16
+
+
 def test_a_page_that_is_half_full_goes_with_the_chunk_that_completes_it() -> None:
     group = Group(chunk_tokens=6)
     group.open(1, prompt(1, 17))

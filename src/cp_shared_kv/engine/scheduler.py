@@ -82,12 +82,13 @@ class PrefillScheduler:
         for part in batch.requests:
             request = self._requests[part.room]
             request.computed_tokens += part.new_tokens
-            if not part.last and request.failure is None:
-                continue
+            if request.failure is None:
+                self._publish(request)  # prompts that come now need not wait for all of this one
+                if not part.last:
+                    continue
             self._prefilling.remove(part.room)
             request.stage = Stage.SENDING
             if request.failure is None:
-                self._publish(request)
                 completed.append(request)
             if self._finish_if_quiet(request) is not None:
                 gone.append(request)
