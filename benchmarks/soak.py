@@ -3,7 +3,7 @@
 Eight clients ask short and long questions, streamed and whole, with shared beginnings; a part of
 them goes away in mid-answer, and some run into their own `timeout`. Every few seconds the memory of
 each process is read, the books of each process are checked, and available + evictable + used tokens
-are compared with the capacity. "soak" in the result's config has the curves; `CPKV_SOAK_MINUTES` sets
+are compared with the capacity. The curves are in the result's config; `CPKV_SOAK_MINUTES` sets
 another length. Counts and no times. docs/generate_soak.py draws them.
 """
 

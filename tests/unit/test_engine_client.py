@@ -261,7 +261,8 @@ def test_an_abort_of_what_is_over_or_unknown_sends_nothing() -> None:
 
 def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
     async def test(engine: Engine) -> None:
-        for name, end in (("a", "finish"), ("b", "refuse"), ("c", "fail"), ("d", "abort")):
+        ends = ("finish", "refuse", "fail", "abort", "stop string")
+        for name, end in zip("abcde", ends, strict=True):
             output = asyncio.create_task(collect(engine, request(name)))
             room = (await engine.next(Submit)).room
             if end == "finish":
@@ -269,8 +270,8 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
                 await engine.decode.send(
                     encode(Tokens(room=room, token_ids=[7], finish_reason="stop"))
                 )
-            elif end == "abort":
-                await engine.client.abort(name)
+            elif end in ("abort", "stop string"):
+                await engine.client.abort(name, finished=end == "stop string")
                 output.cancel()
             else:
                 kind = "too_long" if end == "refuse" else "failed"
@@ -291,7 +292,7 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
         assert list(stats.prefill[0].sent_pages_total) == [4, 5]
         assert list(stats.prefill[0].sent_bytes_total) == [10, 20]
         assert list(stats.prefill[0].scratch_bytes) == [7, 7]
-        assert stats.requests_total == {"finished": 1, "refused": 1, "failed": 1, "aborted": 1}
+        assert stats.requests_total == {"finished": 2, "refused": 1, "failed": 1, "aborted": 1}
 
     with_engine(test)
 

@@ -227,12 +227,12 @@ class ClusterClient:
                     return
             early.clear()
 
-    async def abort(self, request_id: str) -> None:
-        """Stop a request and free its pages; unknown ones are no error."""
+    async def abort(self, request_id: str, *, finished: bool = False) -> None:
+        """Stop a request and free its pages; unknown ones are no error. `finished` ones count so."""
         number, route = self._open.pop(request_id, (0, None))
         if route is None:
             return
-        self._outcomes["aborted"] += 1
+        self._outcomes["finished" if finished else "aborted"] += 1
         if self._rooms.pop(number, None) is not None:
             self._router.ended(number)
         await self._cancel(number, route)

@@ -27,8 +27,10 @@ class EngineClient(Protocol):
         """
         ...
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str, *, finished: bool = False) -> None:
         """Nobody waits for this request any more: stop it and free its pages.
+
+        `finished`: a stop string ended it, so its client has all that it wanted.
 
         Comes after the request's generator was closed or cancelled, so the engine must know the
         request until it is over. One that is unknown or over is no error.

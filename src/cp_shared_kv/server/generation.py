@@ -38,6 +38,11 @@ class RequestMeter:
         self._record.completion_tokens += count
         notes["completion_tokens"] = self._record.completion_tokens
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the client has all of its answer."""
+        return self._finished
+
     def finished(self, reason: str) -> None:
         """The last token has come, or a stop string made one the last. Later calls do nothing."""
         if self._finished:
@@ -78,4 +83,4 @@ async def generate(
         raise
     finally:
         if not over:
-            await client.abort(request.request_id)
+            await client.abort(request.request_id, finished=meter.is_finished)

@@ -120,6 +120,7 @@ class FakeEngine:
         self.requests: list[GenerateRequest] = []
         self.started = threading.Event()
         self.aborted: list[str] = []
+        self.aborted_finished: bool | None = None
         self.abort_called = threading.Event()
 
     async def describe(self) -> EngineDescription:
@@ -168,8 +169,9 @@ class FakeEngine:
         """Let what is stalled go on."""
         self.stall_after_tokens = None
 
-    async def abort(self, request_id: str) -> None:
+    async def abort(self, request_id: str, *, finished: bool = False) -> None:
         self.aborted.append(request_id)
+        self.aborted_finished = finished
         self.abort_called.set()
 
     async def flush_cache(self) -> int:

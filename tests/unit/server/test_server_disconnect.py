@@ -38,6 +38,7 @@ def test_the_engine_is_told_to_abort(server, engine, http, leave, stream, stall_
     leave(connection)
     assert engine.abort_called.wait(10)
     assert engine.aborted == [engine.requests[0].request_id]
+    assert engine.aborted_finished is False
     engine.stall_after_tokens = None
     again = http.post("/v1/completions", json={"model": "fake-model", "prompt": "x"})
     assert again.json()["choices"][0]["text"] == "the answer"

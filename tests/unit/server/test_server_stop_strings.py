@@ -77,6 +77,7 @@ def test_the_answer_ends_before_it_and_the_engine_is_told(client, engine, stream
     assert ("".join(shown), reason) == ("one t", "stop")
     if tokens_per_chunk < 100:
         assert engine.aborted == [engine.requests[0].request_id]
+        assert engine.aborted_finished is True
     else:
         assert engine.aborted == []  # it was over anyway
 
