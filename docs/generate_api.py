@@ -30,6 +30,12 @@ INTERNAL = {
     "memory.formats.block_fp8",
     "reads.chunk_exchange",
     "transfer.codec",
+    "transfer.local_regions",
+    "transfer.mooncake",
+    "transfer.mooncake_lane",
+    "transfer.mooncake_session",
+    "transfer.mooncake_sockets",
+    "transfer.mooncake_write",
     "transfer.strided_copy",
 }
 ORIGIN = "Written by `docs/generate_api.py` from the docstrings: edit those, then run it."

@@ -9,16 +9,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from cp_shared_kv.errors import CpkvError, TransferError
 from cp_shared_kv.memory.buffers import Buffer, SharedMemoryBuffer
+from cp_shared_kv.transfer.local_regions import LocalRegions, Memory
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.strided_copy import copy_runs
-from cp_shared_kv.transfer.transport import PeerInfo, Runs, first_outside
-
-Memory = npt.NDArray[np.uint8]
+from cp_shared_kv.transfer.transport import PeerInfo, Runs, check_ranges
 
 
 @dataclass
@@ -41,9 +37,8 @@ class SharedMemoryTransport:
     def __init__(self, session_id: str) -> None:
         self._session_id = session_id
         self._changed = threading.Condition()
-        self._local: dict[str, Memory] = {}
+        self._local = LocalRegions(session_id)
         self._peers: dict[str, _Peer] = {}
-        self._writes_from: Counter[str] = Counter()
         self._writes_to: Counter[str] = Counter()
         self._closed = False
 
@@ -56,22 +51,12 @@ class SharedMemoryTransport:
         """Let writes read from `buffer`, private or shared. `conflict` if its name is taken."""
         with self._changed:
             self._check_open()
-            name = buffer.name or f"private-{id(buffer):x}"
-            if name in self._local:
-                raise self._error(f"region {name} is registered already", "conflict")
-            self._local[name] = buffer.tensor.numpy()
-            return Region(name, buffer.nbytes)
+            return self._local.add(buffer)
 
     def unregister(self, region: Region) -> None:
         """Forget a region. `in_use` while a write reads from it, `unknown_region` if it is none."""
         with self._changed:
-            if region.name not in self._local:
-                raise self._error(f"region {region.name} is not registered", "unknown_region")
-            if self._writes_from[region.name]:
-                raise self._error(
-                    f"region {region.name} is being read by a write", "in_use", quiescent=False
-                )
-            del self._local[region.name]
+            self._local.remove(region)
 
     def connect(self, peer: PeerInfo) -> None:
         """Map a peer's regions. `unreachable` if one is not there: `revive` may try again.
@@ -98,8 +83,8 @@ class SharedMemoryTransport:
         future: Future[int] = Future()
         try:
             with self._in_use(peer, runs) as (local, remote):
-                self._check_ranges("local", peer, runs.local_offset_bytes, runs.nbytes, local)
-                self._check_ranges("remote", peer, runs.remote_offset_bytes, runs.nbytes, remote)
+                check_ranges("local", peer, runs.local_offset_bytes, runs.nbytes, local.nbytes)
+                check_ranges("remote", peer, runs.remote_offset_bytes, runs.nbytes, remote.nbytes)
                 copy_runs(
                     local, remote, runs.local_offset_bytes, runs.remote_offset_bytes, runs.nbytes
                 )
@@ -125,7 +110,7 @@ class SharedMemoryTransport:
         with self._changed:
             self._closed = True
             self._peers.clear()
-            self._changed.wait_for(lambda: not self._writes_from.total())
+            self._changed.wait_for(lambda: not self._local.writes)
             self._local.clear()
 
     @contextmanager
@@ -149,13 +134,13 @@ class SharedMemoryTransport:
                     "unknown_region",
                     peer=peer,
                 )
-            self._writes_from[runs.local_region] += 1
+            self._local.begin_write(runs.local_region)
             self._writes_to[peer] += 1
         try:
             yield local, remote
         finally:
             with self._changed:
-                self._writes_from[runs.local_region] -= 1
+                self._local.end_write(runs.local_region)
                 self._writes_to[peer] -= 1
                 self._changed.notify_all()
 
@@ -176,36 +161,52 @@ class SharedMemoryTransport:
                 ) from error
         peer.memory = mapped
 
-    def _check_ranges(
-        self,
-        side: str,
-        peer: str,
-        offset_bytes: npt.NDArray[np.int64],
-        nbytes: npt.NDArray[np.int64],
-        memory: Memory,
-    ) -> None:
-        bad = first_outside(offset_bytes, nbytes, memory.nbytes)
-        if bad is not None:
-            raise self._error(
-                f"{side} range {bad} is outside its region of {memory.nbytes} bytes",
-                f"{side}_range",
-                peer=peer,
-                value=f"{nbytes[bad]} bytes at {offset_bytes[bad]}",
-            )
-
     def _check_open(self, peer: str | None = None) -> None:
         if self._closed:
             raise self._error("transport is closed", "closed", peer=peer)
 
-    def _error(
-        self,
-        what: str,
-        kind: str,
-        *,
-        peer: str | None = None,
-        quiescent: bool = True,
-        value: object = None,
-    ) -> TransferError:
-        return TransferError(
-            what, kind=kind, peer=peer or self._session_id, quiescent=quiescent, value=value
-        )
+    def _error(self, what: str, kind: str, *, peer: str | None = None) -> TransferError:
+        return TransferError(what, kind=kind, peer=peer or self._session_id, quiescent=True)
+
+
+class SharedMemoryTarget:
+    """KVTarget of one host: peers map the segments by name.
+
+    A write is a copy by the sender's own hand, so a sender that has ended writes no more.
+    """
+
+    def __init__(self, session_id: str) -> None:
+        self._session_id = session_id
+        self._regions: list[Region] = []
+
+    @property
+    def session_id(self) -> str:
+        """What senders connect to."""
+        return self._session_id
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """The exposed segments, in the order in which they were exposed."""
+        return tuple(self._regions)
+
+    def expose(self, buffer: Buffer) -> Region:
+        """Name a segment to peers. `conflict` for private memory, and for one named before."""
+        known = {region.name for region in self._regions}
+        if buffer.name is None or buffer.name in known:
+            raise TransferError(
+                "memory that peers are to map needs a name, each its own",
+                kind="conflict",
+                peer=self._session_id,
+                quiescent=True,
+                value=buffer.name,
+            )
+        self._regions.append(Region(buffer.name, buffer.nbytes))
+        return self._regions[-1]
+
+    def settled(self) -> bool:
+        """Always: nothing is ever under way without its sender."""
+        return True
+
+    def close(self) -> None:
+        """Name no segment any more. Peers keep what they have mapped."""
+        self._regions.clear()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from cp_shared_kv.errors import LayoutError
+from cp_shared_kv.errors import LayoutError, TransferError
 from cp_shared_kv.transfer.regions import Region
 
 if TYPE_CHECKING:
@@ -60,11 +60,12 @@ class Runs:
 
 
 class KVTransport(Protocol):
-    """One-sided writes of KV bytes. Safe to call from several threads.
+    """The sending end: one-sided writes of KV bytes. Safe to call from several threads.
 
     Failures are TransferError, whose `kind` is one of: `closed`, `unknown_peer`, `unreachable`,
     `unknown_region`, `local_range`, `remote_range`, `in_use`, `conflict`; a transport may add
-    its own. Its `quiescent` decides whether the pages of the write may be reused.
+    its own. Its `quiescent` decides whether the pages of the write may be reused. False: they
+    may once `revive` has returned True for that peer, or `disconnect` has returned.
     """
 
     @property
@@ -85,7 +86,11 @@ class KVTransport(Protocol):
         ...
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. On return no write to it can land any more. Unknown: no effect."""
+        """Forget a peer. On return no write to it can land any more. Unknown: no effect.
+
+        TransferError (`in_use`, not quiescent) if that cannot be had in bounded time: nothing
+        more is submitted to the peer, and the call may be repeated.
+        """
         ...
 
     def write(self, peer: str, runs: Runs) -> Future[int]:
@@ -97,11 +102,51 @@ class KVTransport(Protocol):
         ...
 
     def revive(self, peer: str) -> bool:
-        """Try a peer that was unreachable again. True: it can be written to now."""
+        """Try a peer that was unreachable again, without waiting long: call it from time to time.
+
+        True: it can be written to now, and of all writes that have failed none can land any more.
+        """
         ...
 
     def close(self) -> None:
-        """Forget all. On return no write of this end can land any more. Again: no effect."""
+        """Forget all. On return no write of this end can land any more. Again: no effect.
+
+        TransferError as of `disconnect`; the transport takes no more writes all the same.
+        """
+        ...
+
+
+class KVTarget(Protocol):
+    """The receiving end: memory that peers may write to. Safe to call from several threads."""
+
+    @property
+    def session_id(self) -> str:
+        """What senders connect to; for Hello."""
+        ...
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """All that senders need to know of this end's memory, for Hello: first what was exposed,
+        in that order."""
+        ...
+
+    def expose(self, buffer: Buffer) -> Region:
+        """Let peers write to `buffer`. It must stay open until this end is closed."""
+        ...
+
+    def settled(self) -> bool:
+        """True: of what senders wrote whose processes have ended, nothing can land any more.
+
+        Ask before the pages of a dead sender's rooms are reused; while False, ask again.
+        """
+        ...
+
+    def close(self) -> None:
+        """Name and serve the memory no more. Again: no effect.
+
+        On return nothing can land that needs this end's help; a sender that has mapped the
+        memory must have disconnected or ended before the memory is used for anything else.
+        """
         ...
 
 
@@ -119,3 +164,22 @@ def first_outside(
         & (offset_bytes <= region_bytes - nbytes)
     )
     return None if inside.all() else int(np.argmin(inside))
+
+
+def check_ranges(
+    side: Literal["local", "remote"],
+    peer: str,
+    offset_bytes: npt.NDArray[np.int64],
+    nbytes: npt.NDArray[np.int64],
+    region_bytes: int,
+) -> None:
+    """Raise TransferError (`local_range`, `remote_range`) unless all ranges are in the region."""
+    bad = first_outside(offset_bytes, nbytes, region_bytes)
+    if bad is not None:
+        raise TransferError(
+            f"{side} range {bad} is outside its region of {region_bytes} bytes",
+            kind=f"{side}_range",
+            peer=peer,
+            quiescent=True,
+            value=f"{nbytes[bad]} bytes at {offset_bytes[bad]}",
+        )
