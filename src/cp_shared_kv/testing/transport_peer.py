@@ -1,0 +1,214 @@
+"""Real processes at the other end of a transport, for tests: told what to do, stopped, killed.
+
+    with TransportPeers() as peers:
+        peer = peers.start("mooncake", nbytes=4096)
+        transport.connect(peer.info)
+
+They come from a server process that has only imported, so that one starts in a tenth of a second;
+a peer has nothing of the test's process. What they are told and answer is JSON.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+from itertools import count
+from multiprocessing.connection import Connection
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from cp_shared_kv.errors import TransferError
+from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.transfer.regions import Region
+from cp_shared_kv.transfer.transport import PeerInfo, Runs
+from cp_shared_kv.transfer.transports import TransferBackend, make_target, make_transport
+
+REPLY_SECONDS = 30.0
+RANGE_BYTES = 1 << 20
+_names = count()
+
+
+class PeerError(Exception):
+    """A peer that failed at what it was told, or did not answer in time."""
+
+
+class TransportPeer:
+    """A process with a target of `nbytes` zeroed bytes; a sender too, once told to write."""
+
+    def __init__(self, backend: TransferBackend, nbytes: int) -> None:
+        name = f"cpkv-test-{os.getpid()}-{next(_names)}"
+        context = multiprocessing.get_context("forkserver")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, backend, name, nbytes))
+        self._process.start()
+        theirs.close()
+        session_id, regions = self.answer()
+        self.info = PeerInfo(session_id, msgspec.convert(regions, tuple[Region, ...]))
+        """What its Hello would say."""
+        self._mapped = SharedMemoryBuffer.attach(name, nbytes)
+        self.memory: npt.NDArray[np.uint8] = self._mapped.tensor.numpy()
+        """Its memory, seen from here: u8[nbytes]. Stays when the process has gone."""
+
+    @property
+    def region(self) -> str:
+        """The name of its memory."""
+        return self.info.regions[0].name
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        assert self._process.pid is not None
+        return self._process.pid
+
+    def ask(self, what: str, **arguments: Any) -> Any:
+        """Have it call its method `what`, and return what that returned."""
+        self.tell(what, **arguments)
+        return self.answer()
+
+    def tell(self, what: str, **arguments: Any) -> None:
+        """As `ask`, without waiting."""
+        self._connection.send_bytes(msgspec.json.encode([what, arguments]))
+
+    def tell_to_write(
+        self, peer: TransportPeer, value: int, span: tuple[int, int], times: int = 1
+    ) -> None:
+        """Write bytes of `value` over the span of a peer's memory; `answer` says how it ended."""
+        self.tell(
+            "write",
+            session_id=peer.info.session_id,
+            regions=msgspec.to_builtins(peer.info.regions),
+            value=value,
+            span=span,
+            times=times,
+        )
+
+    def stop(self) -> None:
+        """SIGSTOP."""
+        os.kill(self.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """SIGKILL, and wait until it is gone for certain. Again: no effect."""
+        self._process.kill()
+        self._process.join(REPLY_SECONDS)
+        if self._process.is_alive():
+            raise PeerError(f"process {self.pid} outlives SIGKILL")
+
+    def remove(self) -> None:
+        """Kill it, and remove its shared memory's name."""
+        self.kill()
+        self._mapped.unlink()
+
+    def answer(self) -> Any:
+        """What the last `tell` led to."""
+        if not self._connection.poll(REPLY_SECONDS):
+            raise PeerError(f"no answer within {REPLY_SECONDS} s")
+        try:
+            result, failure = msgspec.json.decode(self._connection.recv_bytes())
+        except EOFError:
+            raise PeerError("the process has ended") from None
+        if failure is not None:
+            raise PeerError(failure)
+        return result
+
+
+class TransportPeers:
+    """The peers of a test: all are gone at its end."""
+
+    def __init__(self) -> None:
+        multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
+        self._started: list[TransportPeer] = []
+
+    def start(self, backend: TransferBackend, nbytes: int) -> TransportPeer:
+        """A peer that has answered."""
+        self._started.append(TransportPeer(backend, nbytes))
+        return self._started[-1]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for peer in self._started:
+            peer.remove()
+
+
+# The process ------------------------------------------------------------------------------------
+
+
+class _Process:
+    """What a peer can be told to do: its methods."""
+
+    def __init__(self, backend: TransferBackend, name: str, nbytes: int) -> None:
+        self._backend: TransferBackend = backend
+        self._name = name
+        self._buffer = SharedMemoryBuffer.create(name, nbytes)
+        self._target = make_target(backend, name)
+        self._target.expose(self._buffer)
+
+    def hello(self) -> tuple[str, tuple[Region, ...]]:
+        return self._target.session_id, self._target.regions
+
+    def settled(self) -> bool:
+        return self._target.settled()
+
+    def close(self) -> None:
+        self._target.close()
+
+    def become_another_life(self) -> None:
+        """As a process would be that has taken over the endpoint, and even the addresses."""
+        life = self._target.regions[-1]
+        ctypes.memset(life.address, 0, life.nbytes)
+
+    def write(
+        self, session_id: str, regions: list[Any], value: int, span: tuple[int, int], times: int
+    ) -> str:
+        """Write bytes of `value` over the span of a peer's memory, `times` over, in ranges."""
+        peer = PeerInfo(session_id, msgspec.convert(regions, tuple[Region, ...]))
+        start, stop = span
+        source = PrivateBuffer(stop - start)
+        source.tensor.fill_(value)
+        transport = make_transport(self._backend, f"{self._name}-sender")
+        transport.connect(peer)
+        local = transport.register(source)
+        offsets = np.arange(0, stop - start, RANGE_BYTES, dtype=np.int64)
+        nbytes = np.minimum(RANGE_BYTES, stop - start - offsets)
+        runs = Runs(local.name, peer.regions[0].name, offsets, start + offsets, nbytes)
+        try:
+            for _ in range(times):
+                transport.write(session_id, runs).result(REPLY_SECONDS)
+        except TransferError as error:
+            return error.kind
+        finally:
+            transport.close()
+        return "landed"
+
+
+def _serve(connection: Connection, backend: TransferBackend, name: str, nbytes: int) -> None:
+    torch.set_num_threads(1)
+    process = _Process(backend, name, nbytes)
+    connection.send_bytes(msgspec.json.encode([process.hello(), None]))
+    while True:
+        try:
+            what, arguments = msgspec.json.decode(connection.recv_bytes())
+        except EOFError:  # the test has ended
+            os._exit(0)
+        try:
+            reply = [getattr(process, what)(**arguments), None]
+        except Exception as error:  # whatever it is, the test reports it
+            reply = [None, f"{type(error).__name__}: {error}"]
+        connection.send_bytes(msgspec.json.encode(reply))
