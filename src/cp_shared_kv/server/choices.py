@@ -47,8 +47,8 @@ async def one_choice(
                 counts.cached_tokens = chunk.cached_tokens
             piece = text.take(chunk)
             if piece.finish_reason is not None:
-                await chunks.aclose()
                 meter.finished(piece.finish_reason)
+                await chunks.aclose()
             yield piece
             if piece.finish_reason is not None:
                 return
