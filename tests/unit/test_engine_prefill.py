@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from cp_shared_kv.engine.api import RefusalKind
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
 from cp_shared_kv.engine.config import EngineConfig
@@ -199,8 +200,8 @@ def withdrawn(room: int, reason: str) -> Withdrawn:
     return Withdrawn(**TO_DECODE, room=room, reason=reason)
 
 
-def refused(room: int, reason: str) -> RoomRefused:
-    return RoomRefused(room=room, kind="failed", reason=reason)
+def refused(room: int, reason: str, kind: RefusalKind = "failed") -> RoomRefused:
+    return RoomRefused(room=room, kind=kind, reason=reason)
 
 
 GONE = "the client went away"
@@ -768,7 +769,7 @@ def test_a_new_server_hears_who_this_is_and_where_it_can_send() -> None:
     assert group.take() == [("server", Registered()), ("server", Paired(decode=str(DECODE)))]
 
 
-def test_a_lost_decode_worker_takes_its_requests_along_at_every_stage() -> None:
+def test_a_lost_decode_worker_fails_what_was_begun_for_it_and_frees_what_was_queued() -> None:
     group = Controller()
     batch = group.start(1)
     group.submit(2)
@@ -777,8 +778,8 @@ def test_a_lost_decode_worker_takes_its_requests_along_at_every_stage() -> None:
     group.take()
     group.controller.decode_lost(DECODE, "it was killed")
     assert group.take() == [
-        ("server", refused(2, "it was killed")),
-        ("server", refused(3, "it was killed")),
+        ("server", refused(2, "it was killed", kind="unavailable")),
+        ("server", refused(3, "it was killed", kind="unavailable")),
         ("ranks", DisconnectDecode(decode_epoch=DECODE_EPOCH, reason="it was killed")),
     ]
     # The room in flight is over when its batch is done and no rank touches its pages any more.
