@@ -12,7 +12,7 @@ from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import BatchDone, BeginReplay, RoomConcluded
 from cp_shared_kv.testing.running_cluster import Running
-from cp_shared_kv.transfer.messages import Concluded
+from cp_shared_kv.transfer.messages import Concluded, Hello, decode
 
 pytestmark = pytest.mark.e2e
 
@@ -77,3 +77,22 @@ def test_a_strangers_messages_are_refused_and_requests_go_on(served: Running, bu
         "decode-0": 1,
     }
     assert served.get("/health").status_code == 200
+
+
+def test_a_group_that_does_not_fit_is_turned_away_and_requests_go_on(served: Running) -> None:
+    spec = served.cluster.spec
+    misfit = spec.hello(role="prefill", epoch=7, session_id="misfit", physical_pages=16)
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 1000
+    socket.setsockopt(zmq.IDENTITY, b"prefill-9.1")
+    socket.connect(spec.endpoints.inbox(Life("decode", 0, 1)))
+    socket.send(encode(msgspec.structs.replace(misfit, page_size=32)))
+    assert socket.poll(10_000)
+    answer = decode(socket.recv())
+    assert isinstance(answer, Hello)
+    assert answer.page_size == 64
+    socket.close()
+    body = {"model": "demo", "prompt": "and the others? ", "max_tokens": 4, "temperature": 0}
+    assert served.post(body).status_code == 200
+    assert served.log_lines("message refused: prefill and decode differ in page_size")
+    assert served.cluster.life("decode-0").number == 1

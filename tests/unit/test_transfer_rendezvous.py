@@ -109,7 +109,7 @@ def test_regions_too_small_for_decodes_pages_are_refused(regions: tuple[Region, 
     assert f"{sum(region.nbytes for region in regions)} bytes; allowed: 10000" in said
 
 
-def test_a_hello_is_read_and_checked() -> None:
+def test_a_hello_is_read_as_it_was_sent() -> None:
     assert read_hello(encode(DECODE), PREFILL) == DECODE
 
 

@@ -13,8 +13,9 @@ import torch
 import zmq
 
 from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink
-from cp_shared_kv.engine.codecs import FROM_SERVER, TO_DECODE, ToDecode, encode
+from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.decode import DecodeEngine
+from cp_shared_kv.engine.decode_door import DecodeDoor
 from cp_shared_kv.engine.decode_room import PrefillPeer
 from cp_shared_kv.engine.links import dealer
 from cp_shared_kv.engine.lives import Life
@@ -34,7 +35,7 @@ from cp_shared_kv.engine.recording import LogitsLog, MessageLog
 from cp_shared_kv.engine.replay_decode import ReplayDecode
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import Bulletin
-from cp_shared_kv.errors import HandshakeError, ProtocolError
+from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import SharedMemoryBuffer
 from cp_shared_kv.memory.logical_pool import LogicalPool
@@ -48,14 +49,12 @@ from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Concluded,
     FirstToken,
-    Hello,
     Offer,
     Quiesced,
     Sent,
     Withdrawn,
 )
 from cp_shared_kv.transfer.regions import Region
-from cp_shared_kv.transfer.rendezvous import check_hello
 
 IDLE_SECONDS = 5.0
 
@@ -88,8 +87,6 @@ class DecodeWorker:
         self.door.bind(spec.endpoints.inbox(life))
         self.server: zmq.Socket[bytes] | None = None
         self._server_life: Life | None = None
-        self._peers: dict[Life, PrefillPeer] = {}
-        self._dead: set[Life] = set()
         self.engine = DecodeEngine(
             LogicalPool(capacity, prefix_caching=not config.disable_radix_cache),
             self._runner(None if record is None else record / "decode"),
@@ -103,28 +100,26 @@ class DecodeWorker:
             checksums=partial(page_checksums, self._pool) if config.verify_kv_transfer else None,
             log=None if record is None else MessageLog(record / "decode.messages"),
         )
+        self._groups = DecodeDoor(
+            spec.hello(
+                role="decode",
+                epoch=self._epoch,
+                session_id=f"{spec.run_id}-{life}",
+                physical_pages=self._pages,
+                regions=(self._region,),
+            ),
+            send=self._to_group,
+            is_idle=lambda: not self.engine.open_rooms,
+        )
         self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))
         self.replay: ReplayDecode | None = None
 
-    def handle(self, sender: bytes, message: ToDecode) -> None:
+    def handle(self, sender: bytes, data: bytes) -> None:
         """One message of a controller, a rank or the replay tool, as `sender` on the link."""
-        group, _, _ = sender.partition(b"/")
-        life = Life.parse(group)
-        expected = life.identity
-        if isinstance(message, Sent | Concluded | Quiesced):
-            expected = life.rank_identity(message.rank)
-        if sender != expected or life.role != "prefill":
-            raise ProtocolError(
-                f"{type(message).__name__} comes from another than its sender",
-                value=repr(sender[:40]),
-                allowed=repr(expected),
-            )
-        if isinstance(message, Hello):
-            self._greet(life, message)
-            return
-        peer = self._peers.get(life)
-        if peer is None:
-            raise ProtocolError("a message before the handshake", value=str(life))
+        admitted = self._groups.admit(sender, data)
+        if admitted is None:
+            return  # a greeting
+        peer, message = admitted
         if self.replay is not None:
             self.replay.handle(message)
             return
@@ -164,8 +159,7 @@ class DecodeWorker:
             case ProcessDown() if life == self._server_life:
                 self.engine.server_lost(news.reason)
             case ProcessDown() if life.role == "prefill":
-                self._dead.add(life)
-                peer = self._peers.pop(life, None)
+                peer = self._groups.lost(life)
                 if peer is not None:
                     self.engine.peer_dead(peer, news.reason)
             case _:
@@ -182,26 +176,9 @@ class DecodeWorker:
         self._server_life = life
         self._to_server(Registered())
 
-    def _greet(self, life: Life, theirs: Hello) -> None:
-        mine = self._spec.hello(
-            role="decode",
-            epoch=self._epoch,
-            session_id=f"{self._spec.run_id}-{self._life}",
-            physical_pages=self._pages,
-            regions=(self._region,),
-        )
-        if life in self._dead:
-            raise ProtocolError("a greeting of a group that is gone", value=str(life))
-        if life in self._peers and self.engine.open_rooms:
-            raise ProtocolError("a greeting while rooms are open", value=self.engine.open_rooms)
-        # Before the check: both sides refuse, with the same reason.
-        self._to_controller(life, mine)
-        check_hello(mine, theirs)
-        self._peers[life] = PrefillPeer(
-            life, theirs.epoch, partial(self._to_controller, life), partial(self._to_rank, life)
-        )
-
     def _begin_replay(self, peer: PrefillPeer, message: BeginReplay) -> None:
+        if self._spec.config["record_batches"] is None:
+            raise ProtocolError("a replay of a run that records nothing")
         if self.engine.open_rooms:
             raise ProtocolError("a replay while rooms are open", value=self.engine.open_rooms)
         self.replay = ReplayDecode(
@@ -226,11 +203,8 @@ class DecodeWorker:
             None if record is None else LogitsLog(record),
         )
 
-    def _to_controller(self, life: Life, message: msgspec.Struct) -> None:
-        self.door.send_multipart([life.identity, encode(message)])
-
-    def _to_rank(self, life: Life, rank: int, message: msgspec.Struct) -> None:
-        self.door.send_multipart([life.rank_identity(rank), encode(message)])
+    def _to_group(self, identity: bytes, message: msgspec.Struct) -> None:
+        self.door.send_multipart([identity, encode(message)])
 
     def _to_server(self, message: msgspec.Struct) -> None:
         if self.server is not None:  # else nobody has asked for anything yet
@@ -275,10 +249,8 @@ def _drain(worker: DecodeWorker, socket: zmq.Socket[bytes]) -> None:
         frames = socket.recv_multipart()
         try:
             if socket is worker.door:
-                worker.handle(frames[0], TO_DECODE.decode(frames[-1]))
+                worker.handle(frames[0], frames[-1])
             else:
                 worker.on_server(FROM_SERVER.decode(frames[-1]))
-        except HandshakeError:
-            raise  # this worker serves no one it does not fit
         except ProtocolError as error:
             logger.error("message refused: %s", error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import suppress
 
@@ -19,19 +20,30 @@ from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import Configure, Configured
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import CpkvError, ProtocolError, StartupError
+from cp_shared_kv.transfer.messages import Hello
+from cp_shared_kv.transfer.rendezvous import read_hello
 
 STEP_SECONDS = 120.0
 """How long one step (loading weights, mapping pools, a batch of a replay) may take."""
 RECONNECT_SECONDS = 0.05
 
+logger = logging.getLogger("cp_shared_kv")
+
 
 def dealer(identity: bytes, address: str) -> zmq.Socket[bytes]:
-    """A link to a process's inbox. Credit is the scheduler's, so zmq sets no limit."""
+    """A link to a process's inbox. ProtocolError for an address that is none."""
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.linger = 0
+    # Credit is the scheduler's, so zmq sets no limit.
     socket.sndhwm = socket.rcvhwm = 0
-    socket.connect(address)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        socket.close()
+        raise ProtocolError(
+            "an address that cannot be connected to", value=address[:200]
+        ) from error
     return socket
 
 
@@ -71,11 +83,16 @@ class RanksLink:
     def wait_for(self, kind: type[FromRank], what: str) -> list[FromRank]:
         """Wait until each rank has sent one message of a kind; others are dropped meanwhile."""
         told: dict[int, FromRank] = {}
+        deadline = time.monotonic() + STEP_SECONDS
         while len(told) < self._cp_size:
-            if not self.socket.poll(timeout=int(STEP_SECONDS * 1000)):
+            if not self.socket.poll(timeout=_milliseconds_to(deadline)):
                 waiting = sorted(set(range(self._cp_size)) - told.keys())
                 raise StartupError(f"ranks {waiting} did not {what} in time")
-            message = self.receive()
+            try:
+                message = self.receive()
+            except ProtocolError as error:
+                logger.error("message refused: %s", error)
+                continue
             if isinstance(message, kind):
                 told[message.rank] = message
         return [told[rank] for rank in sorted(told)]
@@ -113,14 +130,20 @@ class DecodeLink:
         """Send one message; does not wait."""
         self.socket.send(encode(message))
 
+    def greeting(self, mine: Hello) -> Hello:
+        """The next message, which is to be a greeting; blocks until there is one. For what it
+        raises see `read_hello`."""
+        return read_hello(self.socket.recv(), mine)
+
     def receive(self) -> DecodeToController:
         """The next message; blocks until there is one."""
         return DECODE_TO_CONTROLLER.decode(self.socket.recv())
 
     def wait_for(self, kind: type[msgspec.Struct], what: str) -> DecodeToController:
         """Wait for one message of a kind; others are dropped meanwhile."""
+        deadline = time.monotonic() + STEP_SECONDS
         while True:
-            if not self.socket.poll(timeout=int(STEP_SECONDS * 1000)):
+            if not self.socket.poll(timeout=_milliseconds_to(deadline)):
                 raise StartupError(f"the decode worker did not {what} in time")
             message = self.receive()
             if isinstance(message, kind):
@@ -129,3 +152,7 @@ class DecodeLink:
     def close(self) -> None:
         """Drop the link and what was on its way."""
         self.socket.close()
+
+
+def _milliseconds_to(deadline: float) -> int:
+    return max(0, int((deadline - time.monotonic()) * 1000))

@@ -29,7 +29,7 @@ class DecodePeer:
 class Pairing:
     """The handshake of one prefill group with one life of a decode worker.
 
-    `mine` is the group's greeting. The caller sends it first, then passes on what comes back.
+    `mine` is the group's greeting, which goes out at once.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class Pairing:
         to_ranks: Callable[[msgspec.Struct], None],
     ) -> None:
         self.decode = decode
-        self._mine = mine
+        self.mine = mine
         self._address = address
         self._waiting = set(range(cp_size))
         self._send, self._to_ranks = send, to_ranks
@@ -61,7 +61,7 @@ class Pairing:
         """Its Hello: checked, then every rank maps its pool. HandshakeError if it does not fit."""
         if self._theirs is not None:
             raise ProtocolError("a second greeting", value=str(self.decode))
-        check_hello(self._mine, theirs)
+        check_hello(self.mine, theirs)
         self._theirs = theirs
         self._to_ranks(ConnectDecode(address=self._address, hello=theirs))
 

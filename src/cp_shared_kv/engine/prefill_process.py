@@ -224,13 +224,14 @@ class PrefillProcess:
                 self._controller.paired(peer)
 
     def _from_decode(self, life: Life, link: DecodeLink) -> None:
+        pairing = self._pairings.get(life)
+        if pairing is not None and pairing.epoch is None:
+            pairing.greeted(link.greeting(pairing.mine))
+            return
         message = link.receive()
         if isinstance(message, Hello):
-            pairing = self._pairings.get(life)
-            if pairing is None:
-                raise ProtocolError("a greeting from a pair that stands", value=str(life))
-            pairing.greeted(message)
-        elif isinstance(message, Reserve | Declined | Released | AbortRoom):
+            raise ProtocolError("a second greeting", value=str(life))
+        if isinstance(message, Reserve | Declined | Released | AbortRoom):
             peer = self._peers.get(life)
             if peer is None:
                 raise ProtocolError("a message before the pair stands", value=str(life))

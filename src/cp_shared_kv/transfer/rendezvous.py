@@ -68,10 +68,10 @@ def check_hello(mine: Hello, theirs: Hello) -> None:
 
 
 def read_hello(data: bytes, mine: Hello) -> Hello:
-    """The peer's Hello out of untrusted bytes, checked against `mine`.
+    """The peer's Hello out of untrusted bytes, whatever release it runs; `check_hello` follows.
 
-    HandshakeError where the two cannot work together, a protocol version this release cannot
-    read included; ProtocolError where the bytes are no Hello.
+    HandshakeError for another protocol version, also one whose Hello this release cannot read;
+    ProtocolError where the bytes are no Hello.
     """
     if len(data) <= MAX_MESSAGE_BYTES:  # else decode() below refuses it, unread
         _check_version_of(data, mine)
@@ -80,7 +80,6 @@ def read_hello(data: bytes, mine: Hello) -> Hello:
         raise ProtocolError(
             "first message of a peer", value=type(message).__name__, allowed="Hello"
         )
-    check_hello(mine, message)
     return message
 
 
