@@ -11,7 +11,7 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from cp_shared_kv.engine.api import FinishReason
+from cp_shared_kv.engine.api import FinishReason, RefusalKind
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.decode_reservation import reserve
 from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
@@ -170,18 +170,19 @@ class DecodeEngine:
             self._stop(name)
 
     def peer_dead(self, peer: PrefillPeer, reason: str) -> None:
-        """Every process of a prefill group was reaped. What has all its pages goes on."""
+        """Every process of a prefill group was reaped. What has all its pages goes on; the server
+        knows which of the others prefill had not begun, and sends them elsewhere."""
         for name in [name for name in self._waiting if self._rooms[name].peer is peer]:
             self._stop(name)  # the server offers it to another group
         for name, room in list(self._rooms.items()):
             if room.peer is not peer or name in self._running or room.session is None:
                 continue
             if room.session.state is DecodeState.COVERED:  # its first token will never come
-                self._to_server(RoomRefused(room=name, kind="failed", reason=reason))
+                self._to_server(RoomRefused(room=name, kind="unavailable", reason=reason))
                 self.failed_total += 1
                 self._release(name)
             else:
-                self._carry_out(name, room.session.peer_dead(reason))
+                self._carry_out(name, room.session.peer_dead(reason), failed_as="unavailable")
 
     def server_lost(self, reason: str) -> None:
         """Nobody waits for any answer any more."""
@@ -302,7 +303,9 @@ class DecodeEngine:
 
     # Actions of the sessions ------------------------------------------------------------------
 
-    def _carry_out(self, name: int, actions: list[DecodeAction]) -> None:
+    def _carry_out(
+        self, name: int, actions: list[DecodeAction], failed_as: RefusalKind = "failed"
+    ) -> None:
         peer = self._rooms[name].peer
         for action in actions:
             match action:
@@ -315,7 +318,7 @@ class DecodeEngine:
                     self._covered(name)
                 case RoomFailed():
                     self.failed_total += not self._rooms[name].stopped
-                    self._to_server(RoomRefused(room=name, kind="failed", reason=action.reason))
+                    self._to_server(RoomRefused(room=name, kind=failed_as, reason=action.reason))
                 case FreePages():
                     self._release(name)
 
