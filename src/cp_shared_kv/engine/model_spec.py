@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from cp_shared_kv.engine.config import Dtype, EngineConfig, KVCacheDtype
+from cp_shared_kv.engine.page_format_names import format_names
 from cp_shared_kv.engine.run_spec import PageLayout
 from cp_shared_kv.errors import CheckpointError
-from cp_shared_kv.memory.formats.fp8_scaled import FP8_INDEX_HEAD_DIM
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
@@ -75,7 +75,9 @@ def pool_spec(
 
     Raises ConfigError for fp8 where the model's widths do not suit it.
     """
-    latent, index = _format_names(model, kv_cache_dtype, dtype)
+    latent, index = format_names(
+        model.index_head_dim, kv_cache_dtype, computes_in_bf16=dtype == torch.bfloat16
+    )
     return KVPoolSpec(
         latent=latent_format(
             latent,
@@ -93,23 +95,6 @@ def pool_spec(
         num_layers=model.num_hidden_layers,
         index_layers=model.index_layers,
     )
-
-
-def _format_names(
-    model: ModelConfig, kv_cache_dtype: KVCacheDtype, dtype: torch.dtype
-) -> tuple[str, str]:
-    """The formats of latent KV and of index K."""
-    if kv_cache_dtype == "auto":
-        kv_cache_dtype = "bf16" if dtype == torch.bfloat16 else "fp32"
-    match kv_cache_dtype:
-        case "fp32":
-            return "fp32", "fp32"
-        case "bf16":
-            # Index K in fp8, as the production kernels read it. Other widths than theirs have no
-            # such kernel, and no reason to lose what bf16 keeps.
-            return "bf16", "fp8_scaled" if model.index_head_dim == FP8_INDEX_HEAD_DIM else "bf16"
-        case "fp8_e4m3":
-            return "fp8_ds_mla", "fp8_scaled"
 
 
 def _fingerprint(directory: Path) -> str:

@@ -4,6 +4,14 @@ from __future__ import annotations
 
 import os
 
+from cp_shared_kv.engine.budget import (
+    SCRATCH_LAYERS,
+    capacity_of_rank,
+    chunk_scratch_bytes,
+    longest_prefix_pages,
+    prefix_scratch_bytes,
+    sharers,
+)
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.errors import ConfigError
@@ -11,18 +19,10 @@ from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.buffers import shared_memory_shortage
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
-from cp_shared_kv.reads.full_view import PAGES_PER_ROUND
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 
 MEMORY_SHARE = 0.5
 """Part of the free memory for pools and scratch when --max-total-tokens is not given."""
-SCRATCH_LAYERS = 2
-"""A rank holds at most this many layers of one batch's prefix: the one in use, one ahead."""
-
-
-def layer_page_bytes(spec: KVPoolSpec) -> int:
-    """Bytes of one page of one layer, latent and index together."""
-    return spec.latent.page_bytes + (spec.index.page_bytes if spec.index_layers else 0)
 
 
 def resolve_limits(
@@ -42,12 +42,12 @@ def resolve_limits(
         )
     page_size = config.page_size
     if config.max_total_tokens is not None:
-        capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, _sharers(config))
+        capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, sharers(config))
     else:
         capacity = _sized_by_budget(config, spec, context_length, int(free_bytes * MEMORY_SHARE))
     decode_tokens = config.decode_max_total_tokens or capacity.logical_tokens
     decode_capacity = KVCapacity.from_tokens(decode_tokens, page_size, 1)
-    longest_pages = -(-min(capacity.logical_tokens, context_length) // page_size)
+    longest_pages = longest_prefix_pages(config, capacity, context_length)
     max_prefix_pages = capacity.logical_pages
     if config.resolved_kv_read != "local":
         max_prefix_pages = min(max_prefix_pages, SCRATCH_LAYERS * longest_pages)
@@ -58,8 +58,8 @@ def resolve_limits(
         physical_tokens_per_rank=capacity.physical_tokens,
         decode_tokens=decode_capacity.logical_tokens,
         context_length=context_length,
-        scratch_limit_bytes=_chunk_scratch_bytes(config, spec)
-        + _prefix_scratch_bytes(config, spec, longest_pages),
+        scratch_limit_bytes=chunk_scratch_bytes(config, spec.sizes)
+        + prefix_scratch_bytes(config, spec.sizes, longest_pages),
         max_prefix_pages=max_prefix_pages,
         pool_bytes_per_rank=spec.pool_bytes(capacity.physical_pages),
         decode_pool_bytes=spec.pool_bytes(decode_capacity.physical_pages),
@@ -74,63 +74,31 @@ def resolve_limits(
     return limits
 
 
-def _sharers(config: EngineConfig) -> int:
-    """Ranks over which the pages of one prompt are spread."""
-    return config.cp_size if config.shares_kv else 1
-
-
-def _prefix_scratch_bytes(config: EngineConfig, spec: KVPoolSpec, prefix_pages: int) -> int:
-    """What a rank needs to read a prefix of so many pages out of its peers' pools."""
-    if config.resolved_kv_read == "local":
-        return 0
-    return SCRATCH_LAYERS * prefix_pages * layer_page_bytes(spec)
-
-
-def _chunk_scratch_bytes(config: EngineConfig, spec: KVPoolSpec) -> int:
-    """What a rank of several needs for one chunk, however short the prefix.
-
-    The chunk is gathered from shares that may be as uneven as one rank computing all of it. On a
-    shared pool it is also staged in full, and a collective read packs a fixed number of pages a
-    round.
-    """
-    if config.cp_size == 1:
-        return 0
-    ranks = config.cp_size + 1
-    chunk_pages = -(-config.chunked_prefill_size // config.page_size) + 1
-    gathered = ranks * chunk_pages * layer_page_bytes(spec)
-    if config.resolved_kv_read == "local":
-        return gathered
-    rounds = PAGES_PER_ROUND * ranks * max(spec.latent.page_bytes, spec.index.page_bytes)
-    return gathered + chunk_pages * layer_page_bytes(spec) + rounds
-
-
 def _sized_by_budget(
     config: EngineConfig, spec: KVPoolSpec, context_length: int, budget_bytes: int
 ) -> KVCapacity:
     """The largest pools of which all ranks', their scratch and decode's stay within the budget."""
-    ranks, sharers, page_size = (
+    ranks, owners, page_size = (
         config.prefill_groups * config.cp_size,
-        _sharers(config),
+        sharers(config),
         config.page_size,
     )
     # A decode worker's pool is as large as a group's, unless it has its own size.
-    copies = ranks + config.decode_workers * sharers
+    copies = ranks + config.decode_workers * owners
     if config.decode_max_total_tokens is not None:
         decode = KVCapacity.from_tokens(config.decode_max_total_tokens, page_size, 1)
         budget_bytes -= config.decode_workers * spec.pool_bytes(decode.physical_pages)
         copies = ranks
-    page_bytes = -(-copies * spec.bytes_per_page // ranks)  # with a rank's share of decode's page
-    rank_bytes = max(0, budget_bytes // ranks - _chunk_scratch_bytes(config, spec))
-    context_pages = -(-context_length // page_size)
-    beside_scratch = rank_bytes - _prefix_scratch_bytes(config, spec, context_pages)
-    if beside_scratch // page_bytes - 1 >= -(-context_pages // sharers):
-        capacity = KVCapacity.from_budget(beside_scratch, page_bytes, page_size, sharers)
-        # More than a few contexts a rank would only lengthen the start of a small model.
-        enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, sharers)
-        return min(capacity, enough, key=lambda c: c.physical_pages)
-    # The pool is smaller than the context: then the longest prefix is the pool itself.
-    page_bytes += _prefix_scratch_bytes(config, spec, sharers)
-    return KVCapacity.from_budget(rank_bytes, page_bytes, page_size, sharers)
+    capacity = capacity_of_rank(
+        config,
+        spec.sizes,
+        rank_bytes=budget_bytes // ranks,
+        context_length=context_length,
+        page_bytes=-(-copies * spec.bytes_per_page // ranks),  # with a share of decode's page
+    )
+    # More than a few contexts a rank would only lengthen the start of a small model.
+    enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, owners)
+    return min(capacity, enough, key=lambda c: c.physical_pages)
 
 
 def free_memory_bytes() -> int:

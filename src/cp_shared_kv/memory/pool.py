@@ -7,6 +7,7 @@ pages of one (kind, layer) are consecutive, from physical page 0 (padding) to th
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Self
 
 import numpy as np
@@ -24,6 +25,7 @@ from cp_shared_kv.memory.page_format import (
     PageFormat,
     PageKind,
 )
+from cp_shared_kv.memory.pool_sizes import PoolSizes
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,18 @@ class KVPoolSpec:
                 value=self.index.page_size,
                 allowed=f"{self.latent.page_size}, as for latent KV: one plan serves both",
             )
-        layers = list(self.index_layers)
-        if layers != sorted(set(layers)) or not all(0 <= i < self.num_layers for i in layers):
-            raise ConfigError(
-                "index layers",
-                value=self.index_layers,
-                allowed=f"ascending layers below {self.num_layers}",
-            )
+        _ = self.sizes  # checks the layers
+
+    @cached_property
+    def sizes(self) -> PoolSizes:
+        """The bytes of all this, which need no torch."""
+        return PoolSizes(
+            page_size=self.latent.page_size,
+            latent_row_bytes=self.latent.row_bytes,
+            index_row_bytes=self.index.row_bytes,
+            num_layers=self.num_layers,
+            index_layers=self.index_layers,
+        )
 
     @property
     def page_size(self) -> int:
@@ -58,13 +65,11 @@ class KVPoolSpec:
     @property
     def bytes_per_page(self) -> int:
         """Bytes of one physical page over all layers."""
-        return self.latent.page_bytes * self.num_layers + self.index.page_bytes * len(
-            self.index_layers
-        )
+        return self.sizes.bytes_per_page
 
     @property
     def bytes_per_token(self) -> int:
-        return self.bytes_per_page // self.page_size
+        return self.sizes.bytes_per_token
 
     def format(self, kind: PageKind) -> PageFormat:
         return self.latent if kind == "latent" else self.index
@@ -78,7 +83,7 @@ class KVPoolSpec:
 
     def pool_bytes(self, physical_pages: int) -> int:
         """Bytes of a rank's pool, its padding page included."""
-        return (physical_pages + 1) * self.bytes_per_page
+        return self.sizes.pool_bytes(physical_pages)
 
     def page_offset_bytes(self, kind: PageKind, layer: int, physical_pages: int) -> int:
         """Where physical page 0 of that layer begins in a pool of so many pages."""

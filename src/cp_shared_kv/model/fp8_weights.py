@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from cp_shared_kv.model.json_fields import refuse
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 128
 SCALE_SUFFIX = "_scale_inv"

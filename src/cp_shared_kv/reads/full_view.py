@@ -6,11 +6,10 @@ import torch
 
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.reads.gather_rounds import PAGES_PER_ROUND
 from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.plan import ReadPlan
 from cp_shared_kv.reads.scratch import Scratch
-
-PAGES_PER_ROUND = 16
 
 
 class FullViewReader:

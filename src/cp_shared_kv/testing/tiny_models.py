@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.model.weights import tensor_shapes
+from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.testing.block_fp8 import BLOCK_FP8_CONFIG, block_fp8
 from cp_shared_kv.testing.byte_tokenizer import END_TOKEN, VOCABULARY, byte_tokenizer
 

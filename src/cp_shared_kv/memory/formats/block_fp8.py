@@ -10,8 +10,8 @@ from typing import Literal
 
 import torch
 
-BLOCK = 128
-SCALE_BYTES = 4
+from cp_shared_kv.memory.formats.sections import BLOCK
+
 E4M3_MAX = 448.0
 LEAST_AMAX = 1e-4
 ScaleKind = Literal["fp32", "power-of-two"]

@@ -11,15 +11,13 @@ from typing import Self
 
 import torch
 
-from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.formats.block_fp8 import (
-    BLOCK,
-    SCALE_BYTES,
     ScaleKind,
     dequantise,
     quantise,
     reinterpret,
 )
+from cp_shared_kv.memory.formats.sections import BLOCK, SCALE_BYTES, latent_sections
 from cp_shared_kv.memory.page_format import LatentFormat
 
 
@@ -41,19 +39,11 @@ class Fp8DsMlaFormat(LatentFormat):
     ) -> Self:
         """At these widths; `rope` is a part of the fingerprint. ConfigError for a latent that is
         not whole blocks."""
-        if kv_lora_rank % BLOCK:
-            raise ConfigError(
-                "kv_lora_rank for the page format fp8_ds_mla",
-                value=kv_lora_rank,
-                allowed=f"multiples of {BLOCK}, the values of one scale",
-                change="use bf16 or fp32, which take any width",
-            )
+        sections = latent_sections("fp8_ds_mla", kv_lora_rank, qk_rope_head_dim)
         fingerprint = (
             f"latent:fp8_ds_mla page_size={page_size} latent={kv_lora_rank}xe4m3"
             f" rope={qk_rope_head_dim}xbf16 scale={scale_kind} hadamard=no {rope}"
         )
-        scale_bytes = kv_lora_rank // BLOCK * SCALE_BYTES
-        sections = (kv_lora_rank + scale_bytes + 2 * qk_rope_head_dim,)
         return cls("fp8_ds_mla", page_size, sections, fingerprint, kv_lora_rank, scale_kind)
 
     def encode(self, latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:

@@ -10,19 +10,14 @@ from typing import Self
 
 import torch
 
-from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.formats.block_fp8 import (
-    BLOCK,
-    SCALE_BYTES,
     ScaleKind,
     dequantise,
     quantise,
     reinterpret,
 )
+from cp_shared_kv.memory.formats.sections import FP8_INDEX_HEAD_DIM, index_sections
 from cp_shared_kv.memory.page_format import IndexFormat
-
-FP8_INDEX_HEAD_DIM = BLOCK
-"""The one width there is: a key is one block."""
 
 
 @dataclass(frozen=True)
@@ -34,18 +29,11 @@ class Fp8ScaledFormat(IndexFormat):
     @classmethod
     def make(cls, index_head_dim: int, page_size: int, scale_kind: ScaleKind, rope: str) -> Self:
         """`rope` is a part of the fingerprint. ConfigError for another width than the one."""
-        if index_head_dim != FP8_INDEX_HEAD_DIM:
-            raise ConfigError(
-                "index_head_dim for the page format fp8_scaled",
-                value=index_head_dim,
-                allowed=f"{FP8_INDEX_HEAD_DIM}, the values of one scale",
-                change="use bf16 or fp32, which take any width",
-            )
+        sections = index_sections("fp8_scaled", index_head_dim)
         fingerprint = (
             f"index:fp8_scaled page_size={page_size} key={index_head_dim}xe4m3"
             f" scale={scale_kind} hadamard=no {rope}"
         )
-        sections = (FP8_INDEX_HEAD_DIM, SCALE_BYTES)
         return cls("fp8_scaled", page_size, sections, fingerprint, scale_kind)
 
     def encode(self, index_k: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Self
 
 import torch
 
+from cp_shared_kv.memory.formats.sections import index_sections, latent_sections
 from cp_shared_kv.memory.page_format import IndexFormat, LatentFormat
 
 PLAIN_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -30,7 +31,7 @@ class PlainLatentFormat(LatentFormat):
             f" rope={qk_rope_head_dim}x{name} scale=none hadamard=no {rope}"
         )
         stored = PLAIN_TYPES[name]
-        sections = ((kv_lora_rank + qk_rope_head_dim) * stored.itemsize,)
+        sections = latent_sections(name, kv_lora_rank, qk_rope_head_dim)
         return cls(name, page_size, sections, fingerprint, kv_lora_rank, stored)
 
     def encode(self, latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
@@ -56,7 +57,7 @@ class PlainIndexFormat(IndexFormat):
             f" scale=none hadamard=no {rope}"
         )
         stored = PLAIN_TYPES[name]
-        return cls(name, page_size, (index_head_dim * stored.itemsize,), fingerprint, stored)
+        return cls(name, page_size, index_sections(name, index_head_dim), fingerprint, stored)
 
     def encode(self, index_k: torch.Tensor) -> torch.Tensor:
         return index_k.to(self.stored).contiguous().view(torch.uint8)

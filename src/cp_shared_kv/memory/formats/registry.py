@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.formats.block_fp8 import ScaleKind
 from cp_shared_kv.memory.formats.fp8_ds_mla import Fp8DsMlaFormat
 from cp_shared_kv.memory.formats.fp8_scaled import Fp8ScaledFormat
 from cp_shared_kv.memory.formats.plain import PLAIN_TYPES, PlainIndexFormat, PlainLatentFormat
+from cp_shared_kv.memory.formats.sections import index_sections, latent_sections
 from cp_shared_kv.memory.page_format import IndexFormat, LatentFormat, RopePairing
 
 
@@ -28,11 +28,10 @@ def latent_format(
     format does not take.
     """
     rope = f"rope_style={rope_style} rope_pairing={rope_pairing}"
+    latent_sections(name, kv_lora_rank, qk_rope_head_dim)  # refuses what there is no format for
     if name in PLAIN_TYPES:
         return PlainLatentFormat.make(name, kv_lora_rank, qk_rope_head_dim, page_size, rope)
-    if name == "fp8_ds_mla":
-        return Fp8DsMlaFormat.make(kv_lora_rank, qk_rope_head_dim, page_size, scale_kind, rope)
-    raise ConfigError("latent page format", value=name, allowed="fp32, bf16, fp8_ds_mla")
+    return Fp8DsMlaFormat.make(kv_lora_rank, qk_rope_head_dim, page_size, scale_kind, rope)
 
 
 def index_format(
@@ -50,8 +49,7 @@ def index_format(
     applies a Hadamard transform.
     """
     rope = f"rope_style={rope_style} rope_pairing={rope_pairing}"
+    index_sections(name, index_head_dim)  # refuses what there is no format for
     if name in PLAIN_TYPES:
         return PlainIndexFormat.make(name, index_head_dim, page_size, rope)
-    if name == "fp8_scaled":
-        return Fp8ScaledFormat.make(index_head_dim, page_size, scale_kind, rope)
-    raise ConfigError("index page format", value=name, allowed="fp32, bf16, fp8_scaled")
+    return Fp8ScaledFormat.make(index_head_dim, page_size, scale_kind, rope)
