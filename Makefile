@@ -40,8 +40,17 @@ soak: $(VENV)/.dev ## the long run: N = 8 and longer random schedules
 bench: $(VENV)/.dev ## CPU benchmarks; raw samples go to benchmarks/results
 	$(BIN)/python -m benchmarks
 
-bench-gpu test-gpu: ## not in this release: it computes on CPUs only
-	@echo "$@: this release computes on CPUs only; there is no GPU code to run yet" >&2; exit 1
+# A python that has torch for CUDA, triton and pytest already, instead of $(VENV): GPU_PYTHON=python3
+GPU_PYTHON ?=
+ON_GPU = PYTHONPATH="src:.:$$PYTHONPATH" $(or $(GPU_PYTHON),$(BIN)/python)
+GPU_NEEDS = $(if $(GPU_PYTHON),,$(VENV)/.dev)
+
+bench-gpu: $(GPU_NEEDS) ## benchmarks on two NVIDIA GPUs; ARGS="--help" lists the options
+	$(ON_GPU) -m benchmarks.gpu $(ARGS)
+
+test-gpu: $(GPU_NEEDS) ## tests of kernels and of reads between GPUs, on two NVIDIA GPUs
+	@$(ON_GPU) -m cp_shared_kv.testing.gpu 2
+	$(ON_GPU) -m pytest tests/kernels tests/gpu $(ARGS)
 
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

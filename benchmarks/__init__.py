@@ -42,13 +42,15 @@ class Benchmark:
     run: Callable[[Progress], Measurement]
 
 
-def registered() -> dict[str, Benchmark]:
-    """Every benchmark of the package, by name."""
+def registered(package: str = "") -> dict[str, Benchmark]:
+    """Every benchmark that runs on CPUs, by name; or those of a package, such as ".gpu"."""
     found: dict[str, Benchmark] = {}
-    for module_info in pkgutil.walk_packages(__path__, prefix=f"{__name__}."):
-        if module_info.name == f"{__name__}.__main__":
+    root = importlib.import_module(f"{__name__}{package}")
+    for module_info in pkgutil.walk_packages(root.__path__, prefix=f"{root.__name__}."):
+        name = module_info.name
+        if name.endswith(".__main__") or (not package and name.startswith(f"{__name__}.gpu")):
             continue
-        benchmark = getattr(importlib.import_module(module_info.name), "BENCHMARK", None)
+        benchmark = getattr(importlib.import_module(name), "BENCHMARK", None)
         if isinstance(benchmark, Benchmark):
             if benchmark.name in found:
                 raise ValueError(f"two benchmarks are named {benchmark.name!r}; rename one")

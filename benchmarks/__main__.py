@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 import time
+from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -12,15 +13,19 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from benchmarks import Benchmark, Measurement, registered
-from benchmarks.record import judge, record
+from benchmarks.record import RESULTS, judge, record
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+def main(
+    arguments: list[str] | None = None, package: str = "", description: str | None = __doc__
+) -> int:
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks{package}", description=description)
     parser.add_argument("names", nargs="*", metavar="name", help="all of them when left out")
     parser.add_argument("--list", action="store_true", help="name the benchmarks and stop")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
+    parser.add_argument("--commit", help="which commit this is, in a copy that has no .git")
     options = parser.parse_args(arguments)
-    benchmarks = registered()
+    benchmarks = registered(package)
     console = Console()
     if options.list:
         for benchmark in benchmarks.values():
@@ -31,8 +36,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no benchmark {', '.join(unknown)}; there are: {', '.join(benchmarks)}")
     for name in options.names or benchmarks:
         measurement = _run(benchmarks[name], console)
+        path = record(name, measurement, options.results, options.commit)
         console.print(_goals(name, measurement))
-        console.print(f"samples: {record(name, measurement)}", highlight=False, soft_wrap=True)
+        console.print(f"samples: {path}", highlight=False, soft_wrap=True)
     return 0
 
 

@@ -11,25 +11,36 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
+import torch
+
+import cp_shared_kv
 from benchmarks import Goal, Measurement
 
 RESULTS = Path(__file__).parent / "results"
 _REPOSITORY = Path(__file__).parents[1]
 
 
-def record(name: str, measurement: Measurement, directory: Path = RESULTS) -> Path:
-    """Write the run to `directory` and return the file's path. Times are in seconds."""
+def record(
+    name: str, measurement: Measurement, directory: Path = RESULTS, commit: str | None = None
+) -> Path:
+    """Write the run to `directory` and return the file's path. Times are in seconds.
+
+    `commit` is for a copy of the sources without git.
+    """
     now = datetime.now(UTC)
+    changes = _git("status", "--porcelain", "--", "src", "benchmarks/*.py")
     content = {
         "benchmark": name,
         "recorded_at": now.isoformat(timespec="seconds"),
-        "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--", "src", "benchmarks/*.py")),
+        "commit": commit or _git("rev-parse", "HEAD"),
+        "uncommitted_changes": None if changes is None else bool(changes),
         "versions": {
             "python": platform.python_version(),
-            **{package: version(package) for package in ("torch", "numpy", "cp-shared-kv")},
+            **{package: version(package) for package in ("torch", "numpy")},
+            "cp-shared-kv": cp_shared_kv.__version__,
+            **_gpu_versions(),
         },
-        "machine": _machine(),
+        "machine": {**_machine(), **_gpus()},
         "config": measurement.config,
         "summary_seconds": {
             sample: {
@@ -80,6 +91,24 @@ def _machine() -> dict[str, object]:
         "kernel": platform.release(),
         # Above the number of cores, others took part of the time: trust the figures less.
         "load_average_1min": round(os.getloadavg()[0], 2),
+    }
+
+
+def _gpus() -> dict[str, object]:
+    """The GPUs by name; nothing without one."""
+    if not torch.cuda.is_available():
+        return {}
+    count = torch.cuda.device_count()
+    return {"gpus": [torch.cuda.get_device_name(index) for index in range(count)]}
+
+
+def _gpu_versions() -> dict[str, str]:
+    if not torch.cuda.is_available():
+        return {}
+    return {
+        "triton": version("triton"),
+        "cuda": str(torch.version.cuda),
+        "nccl": ".".join(str(part) for part in torch.cuda.nccl.version()),
     }
 
 

@@ -5,6 +5,8 @@ integers, which older GPUs and Triton's interpreter need (its own conversions tr
 the bits of the reference; the first takes half as many instructions.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
+# pyright: reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

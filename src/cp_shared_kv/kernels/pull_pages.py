@@ -3,6 +3,7 @@
 The reference is `torch.index_select` for each owner, as reads/pull.py does it.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 # (a kernel's body is a language of its own, which no type checker knows)
 
 from __future__ import annotations

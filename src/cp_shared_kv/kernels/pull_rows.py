@@ -3,6 +3,7 @@
 The reference is `gather_rows` of the page format on the whole prefix in scratch.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ its request against the other direction's data; a write does not, and is 9 % fas
 move data at once (docs/gpu/README.md). The reference is the same as for `pull_pages`.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -21,14 +22,17 @@ def push_pages(
     physical_pages: torch.Tensor,
     scratch: torch.Tensor,
     first_page: int,
-    peer_distances: torch.Tensor,
+    scratch_distances: torch.Tensor,
     cp_rank: int,
 ) -> None:
     """Copy physical_pages i64[K] to scratch pages first_page.. of every rank.
 
+    Waits for nobody: the caller sees to it that no rank still reads what is overwritten, and that
+    all come together before the first one reads.
+
     layer_pages u8[*, page_bytes]: this rank's pages of the layer. scratch u8[M, page_bytes]: this
-    rank's. peer_distances i64[N]: how many words of 8 bytes after it each rank's scratch begins.
-    All on one device; neither lengths nor alignments are checked here.
+    rank's; scratch_distances i64[N]: how many words of 8 bytes after it each rank's begins. All on
+    one device; neither lengths nor alignments are checked here.
     """
     page_words = scratch.shape[1] // WORD_BYTES
     if len(physical_pages):
@@ -38,10 +42,10 @@ def push_pages(
             physical_pages,
             scratch.view(torch.int64),
             first_page,
-            peer_distances,
+            scratch_distances,
             page_words,
             BLOCK_WORDS,
-            len(peer_distances),
+            len(scratch_distances),
             cp_rank,
             num_warps=WARPS,
         )
@@ -53,7 +57,7 @@ def _push_pages(
     physical_pages,
     scratch_words,
     first_page,
-    peer_distances,
+    scratch_distances,
     PAGE_WORDS: tl.constexpr,
     BLOCK: tl.constexpr,
     CP_SIZE: tl.constexpr,
@@ -69,5 +73,5 @@ def _push_pages(
     words = tl.load(layer_words + source + word, mask=inside)
     # The next rank first, this one last, so that no rank is written to by all the others at once.
     for turn in tl.static_range(CP_SIZE):
-        distance = tl.multiple_of(tl.load(peer_distances + (CP_RANK + 1 + turn) % CP_SIZE), 2)
+        distance = tl.multiple_of(tl.load(scratch_distances + (CP_RANK + 1 + turn) % CP_SIZE), 2)
         tl.store(scratch_words + (target + distance) + word, words, mask=inside)

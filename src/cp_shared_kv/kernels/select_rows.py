@@ -5,6 +5,7 @@ turns each index into its row's number. The reference is `torch.unique(..., retu
 which waits for the device to learn how many there are.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 

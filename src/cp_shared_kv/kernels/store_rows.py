@@ -6,6 +6,7 @@ where they go, is in tensors made once a batch. A place on the padding page is n
 plan may be padded to the length that a CUDA graph was captured with.
 """
 # pyright: basic, reportMissingImports=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 from __future__ import annotations
 
@@ -129,8 +130,9 @@ def _plan_rows(rows, physical_locs, count, PAGE_SIZE: tl.constexpr, ROWS: tl.con
     """The rows of this program, their places, and which of them are to be written."""
     item = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = item < count
-    row = tl.load(rows + item, mask=inside, other=0)
-    loc = tl.load(physical_locs + item, mask=inside, other=0)
+    # All layers come back to the plan, and everything else here waits for it.
+    row = tl.load(rows + item, mask=inside, other=0, eviction_policy="evict_last")
+    loc = tl.load(physical_locs + item, mask=inside, other=0, eviction_policy="evict_last")
     return row, loc, loc >= PAGE_SIZE
 
 

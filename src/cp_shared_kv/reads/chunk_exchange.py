@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 
 from cp_shared_kv.errors import InvariantError
+from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.scratch import Scratch
 
@@ -33,9 +34,9 @@ class ChunkExchange:
         order = np.empty(sum(len(share) for share in shares), np.int64)
         for rank, share in enumerate(shares):
             order[share] = rank * self._share + np.arange(len(share))
-        self._order = torch.from_numpy(order)
         gathered_rows = 0 if group.cp_size == 1 else self._share * (group.cp_size + 1)
         self._buffer = scratch.take("chunk exchange", gathered_rows * row_bytes)
+        self._order = to_device(torch.from_numpy(order), self._buffer.device)
 
     def all_gather(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """For each part u8[t, width] of this rank's rows, u8[T, width] of the whole chunk.

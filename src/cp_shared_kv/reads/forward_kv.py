@@ -13,6 +13,7 @@ import torch
 from cp_shared_kv.errors import ConfigError, InvariantError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode, split_tokens
+from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, WritePlan
 from cp_shared_kv.reads.chunk_exchange import ChunkExchange
@@ -45,7 +46,11 @@ class LocalTokens:
 
     @classmethod
     def of(
-        cls, share: npt.NDArray[np.int64], requests: Sequence[BatchSpan], plan: ReadPlan
+        cls,
+        share: npt.NDArray[np.int64],
+        requests: Sequence[BatchSpan],
+        plan: ReadPlan,
+        device: torch.device,
     ) -> Self:
         """share i64[t]: the indices, as `split_tokens` gives them."""
         ends = np.cumsum([0, *(request.new_len for request in requests)])
@@ -57,7 +62,8 @@ class LocalTokens:
             LocalSpan(start, stop, slots)
             for start, stop, slots in zip(bounds, bounds[1:], plan.request_slots, strict=False)
         ]
-        return cls(torch.from_numpy(share), torch.from_numpy(positions), spans)
+        indices, positions = torch.from_numpy(share), torch.from_numpy(positions)
+        return cls(to_device(indices, device), to_device(positions, device), spans)
 
 
 class ForwardKV:
@@ -114,8 +120,8 @@ class ForwardKV:
         the scratch limit. What was built before on the same scratch is no longer usable.
         """
         _check(pool, layout, group)
-        spec = pool.spec
-        plan = ReadPlan.build(layout, requests)
+        spec, device = pool.spec, pool.buffer.tensor.device
+        plan = ReadPlan.build(layout, requests).to(device)
         shares = split_tokens(split, [r.new_len for r in requests], group.cp_size)
         row_bytes = spec.latent.row_bytes + (spec.index.row_bytes if spec.index_layers else 0)
         exchange = ChunkExchange(group, shares, row_bytes, scratch)
@@ -131,9 +137,9 @@ class ForwardKV:
             plan,
             exchange,
             reader,
-            WritePlan.build(layout, plan.new_locs),
+            WritePlan.build(layout, plan.new_locs).to(device),
             scratch_pages,
-            LocalTokens.of(shares[group.cp_rank], requests, plan),
+            LocalTokens.of(shares[group.cp_rank], requests, plan, device),
             dtype,
         )
 

@@ -53,11 +53,11 @@ class PageSources:
             )
         pages = np.diff(plan.owner_starts)
         distances = np.repeat(np.array(peer_distances_bytes, np.int64) // WORD_BYTES, pages)
-        sources = distances + plan.physical_pages.numpy() * (page_bytes // WORD_BYTES)
+        physical_pages = to_device(plan.physical_pages, device)
+        sources = to_device(torch.from_numpy(distances), device)
+        sources = sources + physical_pages * (page_bytes // WORD_BYTES)
         order = fetching_order(pages, cp_rank).astype(np.int32)
-        return cls(
-            to_device(torch.from_numpy(sources), device), to_device(torch.from_numpy(order), device)
-        )
+        return cls(sources, to_device(torch.from_numpy(order), device))
 
 
 def fetching_order(owner_pages: npt.NDArray[np.int64], cp_rank: int) -> npt.NDArray[np.int64]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -12,6 +13,7 @@ import torch
 from cp_shared_kv.errors import LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalLocs, LogicalPages
+from cp_shared_kv.memory.device_copy import to_device
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,15 @@ class ReadPlan:
             new_locs=new_locs,
             chunk_slots=torch.from_numpy(chunk_slots),
             request_slots=tuple(torch.from_numpy(r_slots) for r_slots in slots),
+        )
+
+    def to(self, device: torch.device) -> Self:
+        """The plan with its tensors in that device's memory; the host does not wait."""
+        return replace(
+            self,
+            physical_pages=to_device(self.physical_pages, device),
+            chunk_slots=to_device(self.chunk_slots, device),
+            request_slots=tuple(to_device(slots, device) for slots in self.request_slots),
         )
 
     @property

@@ -14,8 +14,10 @@ class Scratch:
     either all ranks raise or none does, and none is left waiting in a collective.
     """
 
-    def __init__(self, limit_bytes: int) -> None:
+    def __init__(self, limit_bytes: int, device: torch.device | None = None) -> None:
+        """In host memory, or in that of `device`."""
         self.limit_bytes = limit_bytes
+        self._device = torch.device("cpu") if device is None else device
         self._buffers: dict[str, torch.Tensor] = {}
 
     @property
@@ -42,5 +44,8 @@ class Scratch:
             self._buffers.pop(purpose, None)  # first, so that old and new never exist together
             # A tensor made in inference mode could not be reused outside it.
             with torch.inference_mode(False):
-                held = self._buffers[purpose] = torch.empty(nbytes, dtype=torch.uint8)
+                held = self._buffers[purpose] = self._allocate(nbytes)
         return held[:nbytes]
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

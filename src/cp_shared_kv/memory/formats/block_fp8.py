@@ -36,7 +36,10 @@ def quantise(values: torch.Tensor, scale_kind: ScaleKind) -> tuple[torch.Tensor,
 def dequantise(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """codes u8[n, width] and scales fp32[n, width / 128] -> [n, width]: products rounded to fp32,
     then to `dtype`."""
-    values = _E4M3_VALUES.index_select(0, codes.flatten().int()).view(codes.shape)
+    if codes.is_cuda:
+        values = codes.contiguous().view(torch.float8_e4m3fn).float()
+    else:
+        values = _E4M3_VALUES.index_select(0, codes.flatten().int()).view(codes.shape)
     values.unflatten(1, (-1, BLOCK)).mul_(scales.unsqueeze(2))
     return values.to(dtype)
 

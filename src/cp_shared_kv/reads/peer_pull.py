@@ -1,0 +1,67 @@
+"""The whole prefix by one kernel that reads every owner's GPU in place (one host)."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
+from cp_shared_kv.reads.page_sources import PageSources
+from cp_shared_kv.reads.plan import ReadPlan
+
+
+class PeerPullReader:
+    """Copies each page straight from its owner's pool; no other rank takes part in a read.
+
+    Waits on the GPU alone: everything is queued on the current stream.
+    """
+
+    def __init__(self, cp_rank: int, pool: KVPool) -> None:
+        """pool: this rank's, in a buffer that all ranks have mapped, each with one of its shape."""
+        self._rank = cp_rank
+        self._pool = pool
+        self._buffer = symmetric_buffer(pool)
+        self._sources: dict[PageKind, PageSources] = {}
+        self.pages_read = 0
+        self.bytes_read = 0
+
+    def begin(self, plan: ReadPlan) -> None:
+        """Line up with all ranks: their writes of the last forward are visible, their reads over.
+
+        Pages of a prefix do not change during a forward, so its reads need no more than this.
+        """
+        self._buffer.barrier()
+        self._sources = {kind: self.sources(plan, kind) for kind in PAGE_KINDS}
+
+    def sources(self, plan: ReadPlan, kind: PageKind) -> PageSources:
+        """Where the pages of that kind lie for this rank, in each layer alike."""
+        return PageSources.build(
+            plan,
+            self._rank,
+            self._buffer.peer_distances_bytes,
+            self._pool.spec.page_bytes(kind),
+            self._buffer.tensor.device,
+        )
+
+    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+        # Here, since without a GPU there need not be a triton.
+        from cp_shared_kv.kernels.pull_pages import pull_pages
+
+        pages = self._sources[kind]
+        pull_pages(self._pool.pages(kind, layer), pages.sources, pages.order, scratch)
+        self.pages_read += len(plan.logical_pages)
+        self.bytes_read += len(plan.logical_pages) * scratch.shape[1]
+
+
+def symmetric_buffer(pool: KVPool) -> SymmetricBuffer:
+    """The pool's buffer; ConfigError where peers cannot reach it."""
+    if not isinstance(pool.buffer, SymmetricBuffer):
+        raise ConfigError(
+            "the pool of a rank whose peers read it in place",
+            value=type(pool.buffer).__name__,
+            allowed="a symmetric buffer",
+            change="read by collective (full_view) where the peers' memory cannot be mapped",
+        )
+    return pool.buffer

@@ -1,0 +1,40 @@
+"""Push or pull, whichever is faster for a batch."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_shared_kv.memory.page_format import PageKind
+from cp_shared_kv.reads.peer_pull import PeerPullReader
+from cp_shared_kv.reads.peer_push import PeerPushReader
+from cp_shared_kv.reads.plan import ReadPlan
+
+PUSH_FROM_BYTES = 24 << 20
+"""Below it a push's barrier costs more than the faster way over the link saves, see
+docs/gpu/README.md."""
+
+
+class PeerReader:
+    """Pulls short prefixes and pushes long ones. The choice follows from the plan, which all ranks
+    have alike."""
+
+    def __init__(self, pull: PeerPullReader, push: PeerPushReader) -> None:
+        self._pull, self._push = pull, push
+
+    @property
+    def pages_read(self) -> int:
+        return self._pull.pages_read + self._push.pages_read
+
+    @property
+    def bytes_read(self) -> int:
+        return self._pull.bytes_read + self._push.bytes_read
+
+    def begin(self, plan: ReadPlan) -> None:
+        """Collective, on the current stream."""
+        self._pull.begin(plan)
+        self._push.begin(plan)
+
+    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+        """Collective where the prefix is long."""
+        pushed = len(plan.logical_pages) * scratch.shape[1] >= PUSH_FROM_BYTES
+        (self._push if pushed else self._pull).read(kind, layer, plan, scratch)

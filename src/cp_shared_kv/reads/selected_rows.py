@@ -1,0 +1,93 @@
+"""Shard-aware reads of latent KV: only the rows that this rank's tokens have selected."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.kernels import ALIGNMENT_BYTES
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.reads.page_sources import PageSources
+from cp_shared_kv.reads.peer_pull import PeerPullReader
+from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.scratch import Scratch
+
+if TYPE_CHECKING:
+    from cp_shared_kv.kernels.select_rows import SelectedRows
+
+
+class SelectedRowsReader:
+    """Brings each selected row once, out of its owner's pool, into consecutive rows.
+
+    No rank takes part in another's read, and the host never learns what was selected.
+    """
+
+    def __init__(
+        self, reader: PeerPullReader, cp_size: int, pool: KVPool, scratch: Scratch
+    ) -> None:
+        """reader: the one that pulls whole pages from the same pools. ConfigError for a latent
+        format whose rows are not whole multiples of 16 bytes, one after the other."""
+        latent = pool.spec.latent
+        if len(latent.sections) != 1 or latent.row_bytes % ALIGNMENT_BYTES:
+            raise ConfigError(
+                "rows of latent KV that are read one by one",
+                value=f"sections of {latent.sections} bytes",
+                allowed=f"one section of a multiple of {ALIGNMENT_BYTES} bytes",
+                change="read whole pages (pull) with this page format",
+            )
+        self._reader = reader
+        self._cp_size = cp_size
+        self._pool = pool
+        self._scratch = scratch
+        self._sources: PageSources | None = None
+        self._selected: SelectedRows | None = None
+        self._rows = torch.empty(0, dtype=torch.uint8)
+        self._chunk_rows = 0
+
+    def begin(self, plan: ReadPlan, tokens: int, index_topk: int) -> None:
+        """Prepare a forward in which this rank computes `tokens`, each selecting up to index_topk.
+
+        Call it after the reader's `begin`. Takes memory for as many rows as could be selected:
+        CapacityError past the scratch limit.
+        """
+        # Here, since without a GPU there need not be a triton.
+        from cp_shared_kv.kernels.select_rows import SelectedRows
+
+        latent = self._pool.spec.latent
+        self._sources = self._reader.sources(plan, "latent")
+        slots = len(plan.logical_pages) * latent.page_size
+        device = self._pool.buffer.tensor.device
+        self._selected = SelectedRows.make(slots, tokens * index_topk, device)
+        self._chunk_rows = len(plan.new_locs)
+        rows = self._chunk_rows + len(self._selected.rows)
+        taken = self._scratch.take("selected rows", rows * latent.row_bytes)
+        self._rows = taken.view(rows, latent.row_bytes)
+
+    def read(
+        self, layer: int, topk: torch.Tensor, chunk_rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The selected rows of a layer, and where each index finds its own.
+
+        topk i32[tokens, k]: slots of the read plan, below 0 for none. chunk_rows u8[T, row_bytes]:
+        the batch's new tokens. Returns rows u8[*, row_bytes], the chunk first, and i32[tokens, k]
+        places in them, -1 for none. Both hold until the next read.
+        """
+        from cp_shared_kv.kernels.pull_rows import pull_rows
+
+        assert self._sources is not None
+        assert self._selected is not None
+        places = torch.empty_like(topk)
+        self._selected.select(topk, places, self._chunk_rows)
+        pull_rows(
+            self._pool.pages("latent", layer),
+            self._sources.sources,
+            self._pool.spec.page_size,
+            self._selected.rows,
+            self._selected.count,
+            self._cp_size,
+            self._rows[self._chunk_rows :],
+        )
+        self._rows[: self._chunk_rows].copy_(chunk_rows)
+        return self._rows, places

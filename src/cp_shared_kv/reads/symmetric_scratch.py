@@ -1,0 +1,55 @@
+"""Scratch on a GPU that the other ranks write into."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
+from cp_shared_kv.reads.scratch import Scratch
+
+
+class SymmetricScratch(Scratch):
+    """A `Scratch` whose buffers every rank of the group has mapped.
+
+    `take` is collective where a buffer has to grow. Since what is taken depends on the batch
+    alone, all ranks then grow the same one.
+    """
+
+    def __init__(
+        self, limit_bytes: int, process_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        super().__init__(limit_bytes, device)
+        self._process_group = process_group
+        self._symmetric: list[SymmetricBuffer] = []
+
+    def peer_distances_bytes(self, taken: torch.Tensor) -> tuple[int, ...]:
+        """For each rank, from a part of what was taken here to the same part of its scratch.
+
+        ConfigError for a tensor that does not lie in this scratch.
+        """
+        address = taken.data_ptr()
+        for buffer in self._symmetric:
+            start = buffer.tensor.data_ptr()
+            if start <= address and address + taken.nbytes <= start + buffer.nbytes:
+                return buffer.peer_distances_bytes
+        raise ConfigError(
+            "memory that peers would write to",
+            value=f"{taken.nbytes} bytes elsewhere",
+            allowed="a part of the symmetric scratch",
+        )
+
+    def _allocate(self, nbytes: int) -> torch.Tensor:
+        if nbytes == 0:
+            return super()._allocate(nbytes)
+        # No peer's write may still be on its way into what is let go of here.
+        torch.cuda.synchronize(self._device)
+        dist.barrier(self._process_group)
+        self._symmetric = [b for b in self._symmetric if self._holds(b)]
+        buffer = SymmetricBuffer.create(nbytes, self._process_group, self._device)
+        self._symmetric.append(buffer)
+        return buffer.tensor
+
+    def _holds(self, buffer: SymmetricBuffer) -> bool:
+        return any(buffer.tensor is held for held in self._buffers.values())
