@@ -22,7 +22,7 @@ DECODES = [Life("decode", i, 1) for i in range(2)]
 class Routed:
     """A router of two groups and two decode workers, and what went where."""
 
-    policy: Literal["longest_prefix", "least_loaded"] = "longest_prefix"
+    policy: Literal["longest_prefix", "least_loaded", "round_robin"] = "longest_prefix"
     router: Router = field(init=False)
     rooms: int = 0
 
@@ -48,7 +48,7 @@ class Routed:
 
 
 def test_requests_spread_while_none_has_ended() -> None:
-    for policy in ("longest_prefix", "least_loaded"):
+    for policy in ("longest_prefix", "least_loaded", "round_robin"):
         routed = Routed(policy)
         routes = [routed.send([n] * 20)[1] for n in range(4)]
         assert sorted(route.group for route in routes) == sorted(GROUPS * 2)
@@ -68,6 +68,25 @@ def test_a_prompt_follows_its_longest_prefix() -> None:
     assert first.group != other.group
     assert routed.send_and_end([1] * 40 + [3] * 8) == first
     assert routed.send_and_end([2] * 40 + [3] * 8) == other
+
+
+def test_round_robin_takes_turns_whatever_prefixes_and_loads_say() -> None:
+    routed = Routed("round_robin")
+    prompts = ([1] * 40, [1] * 40, [1] * 4, [1] * 40)
+    routes = [routed.send(tokens)[1] for tokens in prompts]
+    assert [route.group for route in routes] == [*GROUPS, *GROUPS]
+    assert [route.decode for route in routes] == [*DECODES, *DECODES]
+
+
+def test_round_robin_gives_the_next_life_of_a_lost_group_one_turn_and_no_more() -> None:
+    routed = Routed("round_robin")
+    for number in range(4):
+        routed.send([number] * 8)
+    after = GROUPS[0].next()
+    routed.router.lost(GROUPS[0])
+    for decode in DECODES:
+        routed.router.paired(after, decode)
+    assert [routed.send([9] * 8)[1].group for _ in range(4)] == [after, GROUPS[1]] * 2
 
 
 def test_a_prefix_is_left_when_waiting_costs_more_than_it_saves() -> None:

@@ -133,7 +133,7 @@ class EngineDescription:
     prefill_groups: int = 1
     """Groups of `cp_size` ranks; the figures above are of one."""
     decode_workers: int = 1
-    router_policy: Literal["longest_prefix", "least_loaded"] = "longest_prefix"
+    router_policy: Literal["longest_prefix", "least_loaded", "round_robin"] = "longest_prefix"
     config: Mapping[str, object]
     """The engine's settings as JSON-able values, by the names of their flags."""
 

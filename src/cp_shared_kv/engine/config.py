@@ -15,7 +15,7 @@ from cp_shared_kv.transfer.messages import MAX_TOKENS
 KVRead = Literal["auto", "pull", "collective"]
 TransferBackend = Literal["shared_memory", "mooncake"]
 Dtype = Literal["auto", "float32", "bfloat16"]
-RouterPolicy = Literal["longest_prefix", "least_loaded"]
+RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
 KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
 
 MAX_PAGE_SIZE = 1024
@@ -88,7 +88,7 @@ class EngineConfig:
 
     router_policy: RouterPolicy = "longest_prefix"
     """Which group and decode worker takes a request: those that hold most of its prompt unless
-    they have much more to do than others, or those with least to do."""
+    they have much more to do than others, those with least to do, or each in its turn."""
 
     enable_nsa_prefill_context_parallel: bool = False
     """Split the prefill of sparse-attention (NSA, DSA) models over the group; needs N of 2 or

@@ -2,7 +2,8 @@
 
 longest_prefix takes the pair that would have the prompt computed first: the tokens that wait
 there already, and those of the prompt that it does not hold. So a prefix is followed until
-waiting for it costs more than computing it elsewhere.
+waiting for it costs more than computing it elsewhere. round_robin looks at neither: it is what
+the others are compared with.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class _Target:
 
     prefixes: PrefixIndex
     load_tokens: int = 0
+    last_turn: int = 0
+    """The number of the last request that it was given."""
     pairs: set[Life] = field(default_factory=set[Life])
 
 
@@ -89,6 +92,7 @@ class Router:
         self._groups: dict[Life, _Target] = {}
         self._decodes: dict[Life, _Target] = {}
         self._booked: dict[int, _Booked] = {}
+        self._turns = 0
 
     # Who is there -----------------------------------------------------------------------------
 
@@ -137,6 +141,8 @@ class Router:
         held = group.prefixes.matched_pages(chains) * self._page_size
         booked = _Booked(route, prompt_tokens - held, prompt_tokens + max_tokens)
         self._booked[room] = booked
+        self._turns += 1
+        group.last_turn = decode.last_turn = self._turns
         group.load_tokens += booked.prefill_tokens
         decode.load_tokens += booked.decode_tokens
         group.prefixes.add(chains)
@@ -177,6 +183,8 @@ class Router:
     ) -> Life:
         def cost(life: Life) -> tuple[int, int, Life]:
             target = targets[life]
+            if self._policy == "round_robin":
+                return target.last_turn, 0, life
             tokens = target.load_tokens
             if self._policy == "longest_prefix":
                 tokens += prompt_tokens - self._page_size * target.prefixes.matched_pages(chains)
