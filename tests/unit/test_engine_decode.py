@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from cp_shared_kv.engine.batch import Batch
-from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.codecs import DECODE_TO_CONTROLLER, RECORDED, TO_SERVER, encode
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.decode_room import PrefillPeer
 from cp_shared_kv.engine.lives import Life
@@ -856,3 +856,21 @@ def test_pages_without_the_checksums_that_were_agreed_on_fail_their_request() ->
         decode.send(1, rank)
     (refusal,) = decode.taken(RoomRefused)
     assert "CP rank 0 sent pages without checksums" in refusal.reason
+
+
+@pytest.mark.parametrize("reason", ["", "x" * 50_000])
+def test_whatever_a_process_died_of_its_rooms_can_be_told(reason: str) -> None:
+    decode = Decode(pages=10)
+    decode.offer(1, tokens=6)
+    decode.offer(2, tokens=6)
+    decode.offer(3, tokens=39, max_tokens=1)  # waits
+    decode.take()
+    decode.engine.cancel(1, reason)
+    decode.engine.cancel(3, reason)
+    told = decode.take()
+    decode.engine.peer_dead(decode.peer, reason)
+    told += decode.take()
+    assert {type(message) for _, message in told} == {AbortRoom, RoomRefused, Declined}
+    for end, message in told:
+        codec = TO_SERVER if end == "server" else DECODE_TO_CONTROLLER
+        assert codec.decode(encode(message)) == message

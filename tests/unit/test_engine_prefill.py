@@ -12,7 +12,8 @@ import pytest
 
 from cp_shared_kv.engine.api import RefusalKind
 from cp_shared_kv.engine.batch import Batch
-from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.codecs import RECORDED, TO_RANK, TO_SERVER, encode
+from cp_shared_kv.engine.codecs import TO_DECODE as TO_DECODE_CODEC
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
@@ -872,3 +873,82 @@ def test_a_room_that_only_a_rank_still_has_is_a_problem_after_a_while() -> None:
     group.controller.on_rank(RankState(rank=1, open_rooms=[55]))
     group.controller.on_rank(RankState(rank=0, open_rooms=[1]))
     assert group.controller.problems() == []
+
+
+# Lies ---------------------------------------------------------------------------------------------
+
+
+def test_a_conclusion_of_a_room_that_no_rank_has_open_is_refused() -> None:
+    group = Controller()
+    group.submit(1)
+    group.take()
+    for stage in ("offered", "reserved"):
+        for room in (1, 77):
+            with pytest.raises(ProtocolError, match="has not open"):
+                group.conclude(room, 0)
+            with pytest.raises(ProtocolError, match="has not open"):
+                group.conclude(room, 0, "lost")
+        if stage == "offered":
+            group.reserve(1)
+    assert group.take() == []
+    assert group.stats().sent_pages_total == [0, 0]
+
+
+def test_success_before_the_last_chunk_is_refused_and_failure_is_not() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=12)  # in two chunks
+    with pytest.raises(ProtocolError, match="chunks to come"):
+        group.conclude(1, 0)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+    with pytest.raises(ProtocolError, match="chunks to come"):
+        group.conclude(1, 0)
+    last = group.step()
+    group.conclude(1, 0)  # one rank is faster than the word of the other's batch
+    with pytest.raises(ProtocolError, match="twice"):
+        group.conclude(1, 0)
+    for rank in range(CP_SIZE):
+        group.done(last, rank, *([(1, 42)] if rank else []))
+    group.take()
+    group.conclude(1, 1)
+    assert group.stats().running == 0
+    assert group.stats().sent_pages_total == [1, 2]
+
+
+def test_a_first_token_that_does_not_exist_fails_its_room_alone() -> None:
+    group = Controller()
+    for room in (1, 2):
+        group.submit(room, tokens=4)
+        group.reserve(room, pages=1)
+    batch = group.step()
+    assert [part.room for part in batch.requests] == [1, 2]
+    group.done(batch, 0, (1, VOCAB))
+    group.take()
+    group.done(batch, 1, (2, VOCAB - 1))
+    reason = f"a rank chose token {VOCAB}, which does not exist"
+    assert group.take() == [
+        ("ranks", stop(1, reason)),
+        ("decode", stop(1, reason)),
+        ("decode", FirstToken(**TO_DECODE, room=2, token_id=VOCAB - 1)),
+    ]
+
+
+@pytest.mark.parametrize("reason", ["", "x" * 50_000])
+def test_whatever_a_process_died_of_its_rooms_can_be_told(reason: str) -> None:
+    group = Controller()
+    group.start(1)
+    group.submit(2)
+    group.take()
+    group.controller.server_lost(reason)
+    told = group.take()
+    group.controller.decode_lost(DECODE, reason)
+    told += group.take()
+    assert {type(message) for _, message in told} == {
+        AbortRoom,
+        Withdrawn,
+        RoomRefused,
+        DisconnectDecode,
+    }
+    codecs = {"ranks": TO_RANK, "decode": TO_DECODE_CODEC, "server": TO_SERVER}
+    for end, message in told:
+        assert codecs[end].decode(encode(message)) == message

@@ -9,6 +9,7 @@ import numpy.typing as npt
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.transfer.codec import check_int64, unpack_int64
+from cp_shared_kv.transfer.messages import Chunk, Count, Epoch, RoomId
 
 
 class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -18,13 +19,13 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     `send_start` to `send_stop` are complete after this chunk and go to decode as `chunk`.
     """
 
-    room: int
-    prefix_tokens: int
-    new_tokens: int
+    room: RoomId
+    prefix_tokens: Count
+    new_tokens: Count
     logical_pages: bytes
-    chunk: int = 0
-    send_start: int = 0
-    send_stop: int = 0
+    chunk: Chunk = 0
+    send_start: Count = 0
+    send_stop: Count = 0
     last: bool = False
 
     def pages(self) -> LogicalPages:
@@ -35,8 +36,8 @@ class BatchRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class Batch(msgspec.Struct, frozen=True, kw_only=True, tag="batch", forbid_unknown_fields=True):
     """A forward pass: the concatenated new tokens of all its requests (int64)."""
 
-    epoch: int
-    batch_id: int
+    epoch: Epoch
+    batch_id: Count
     token_ids: bytes
     requests: list[BatchRequest]
 

@@ -44,6 +44,7 @@ from cp_shared_kv.transfer.messages import (
     Quiesced,
     Sent,
     Withdrawn,
+    as_reason,
 )
 
 logger = logging.getLogger("cp_shared_kv")
@@ -158,6 +159,7 @@ class DecodeEngine:
         if room is None:
             return
         room.stopped = True
+        reason = as_reason(reason)
         if room.session is None:
             self._decline(room.peer, name, reason)
             self._stop(name)
@@ -172,6 +174,7 @@ class DecodeEngine:
     def peer_dead(self, peer: PrefillPeer, reason: str) -> None:
         """Every process of a prefill group was reaped. What has all its pages goes on; the server
         knows which of the others prefill had not begun, and sends them elsewhere."""
+        reason = as_reason(reason)
         for name in [name for name in self._waiting if self._rooms[name].peer is peer]:
             self._stop(name)  # the server offers it to another group
         for name, room in list(self._rooms.items()):

@@ -5,13 +5,29 @@ Tagged msgspec structs over zmq; no pickle. Which of them may travel where: code
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from cp_shared_kv.engine.api import FinishReason, RefusalKind
-from cp_shared_kv.transfer.messages import Hello
-from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
+from cp_shared_kv.transfer.messages import (
+    INT64_MAX,
+    Bytes,
+    Count,
+    Epoch,
+    Hello,
+    Rank,
+    Reason,
+    RoomId,
+)
+from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams, TokenId
+
+Number = Annotated[int, Meta(ge=0, le=INT64_MAX)]
+"""A ticket, or a total over one life."""
+LifeName = Annotated[str, Meta(min_length=1, max_length=40)]
+OneRoomBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
+"""What one rank sends for one room: totals over a life stay far from the end of int64."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,35 +40,35 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
     """A prompt (int64 tokens); the server chose its room and its decode worker (a life)."""
 
-    room: int
-    decode: str
+    room: RoomId
+    decode: LifeName
     token_ids: bytes
-    max_tokens: int
+    max_tokens: Count
     sampling: SamplingParams
 
 
 class Cancel(_Message, frozen=True, kw_only=True, tag="cancel"):
     """The client went away. To the room's controller, or to decode if that one is gone."""
 
-    room: int
+    room: RoomId
 
 
 class StatsRequest(_Message, frozen=True, kw_only=True, tag="stats_request"):
     """Asks for the figures of one process; `ticket` comes back with them."""
 
-    ticket: int
+    ticket: Number
 
 
 class Flush(_Message, frozen=True, kw_only=True, tag="flush"):
     """Drop every cached prefix that no request uses; `ticket` comes back with the answer."""
 
-    ticket: int
+    ticket: Number
 
 
 class Check(_Message, frozen=True, kw_only=True, tag="check"):
     """Check your books now; `ticket` comes back with what does not add up."""
 
-    ticket: int
+    ticket: Number
 
 
 # Controller and decode -> server ---------------------------------------------------------------
@@ -65,14 +81,14 @@ class Registered(_Message, frozen=True, kw_only=True, tag="registered"):
 class Paired(_Message, frozen=True, kw_only=True, tag="paired"):
     """A prefill group can send to this life of a decode worker."""
 
-    decode: str
+    decode: LifeName
 
 
 class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
     """New output tokens of a room, in order."""
 
-    room: int
-    token_ids: list[int]
+    room: RoomId
+    token_ids: list[TokenId]
     finish_reason: FinishReason | None = None
     logprobs: list[SampledLogprobs] | None = None
     """One for each of `token_ids`, when the request asked for them."""
@@ -81,62 +97,62 @@ class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
 class Admitted(_Message, frozen=True, kw_only=True, tag="admitted"):
     """How much of a prompt was found in the prefix cache."""
 
-    room: int
-    cached_tokens: int
+    room: RoomId
+    cached_tokens: Count
 
 
 class RoomRefused(_Message, frozen=True, kw_only=True, tag="room_refused"):
     """A request that ends without its tokens, and why."""
 
-    room: int
+    room: RoomId
     kind: RefusalKind
-    reason: str
+    reason: Reason
 
 
 class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
     """Figures of a prefill group. Tokens are logical; lists run over the CP ranks."""
 
-    ticket: int
-    available_tokens: int
-    cached_tokens: int
-    locked_tokens: int
-    free_pages_per_owner: list[int]
-    queued: int
-    running: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    evicted_pages_total: int
-    sent_pages_total: list[int]
-    sent_descriptors_total: list[int]
-    sent_bytes_total: list[int]
-    scratch_bytes: list[int]
-    failed_rooms_total: int
+    ticket: Number
+    available_tokens: Count
+    cached_tokens: Count
+    locked_tokens: Count
+    free_pages_per_owner: list[Count]
+    queued: Count
+    running: Count
+    prompt_tokens_total: Number
+    cached_tokens_total: Number
+    evicted_pages_total: Number
+    sent_pages_total: list[Number]
+    sent_descriptors_total: list[Number]
+    sent_bytes_total: list[Number]
+    scratch_bytes: list[Bytes]
+    failed_rooms_total: Number
 
 
 class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
     """Figures of a decode worker."""
 
-    ticket: int
-    available_tokens: int
-    used_tokens: int
-    waiting: int
-    running: int
-    generated_tokens_total: int
-    finished_total: int
-    failed_rooms_total: int
+    ticket: Number
+    available_tokens: Count
+    used_tokens: Count
+    waiting: Count
+    running: Count
+    generated_tokens_total: Number
+    finished_total: Number
+    failed_rooms_total: Number
 
 
 class Flushed(_Message, frozen=True, kw_only=True, tag="flushed"):
     """So many logical pages were dropped."""
 
-    ticket: int
-    pages: int
+    ticket: Number
+    pages: Count
 
 
 class Checked(_Message, frozen=True, kw_only=True, tag="checked"):
     """What does not add up in this process's books; `ticket` 0 is unasked."""
 
-    ticket: int
+    ticket: Number
     problems: list[str]
 
 
@@ -146,14 +162,14 @@ class Checked(_Message, frozen=True, kw_only=True, tag="checked"):
 class Configure(_Message, frozen=True, kw_only=True, tag="configure"):
     """Make a new pool and forget the old one; the start of an epoch. Every rank gets the same."""
 
-    epoch: int
+    epoch: Epoch
     shared: bool
-    physical_pages: int
+    physical_pages: Count
     kv_read: Literal["pull", "collective", "local"]
-    scratch_limit_bytes: int
+    scratch_limit_bytes: Bytes
     record: str | None = None
     """Directory for this rank's logits, when the run is recorded."""
-    flip_byte_before_batch: int | None = None
+    flip_byte_before_batch: Count | None = None
     """Test aid: damage one byte of a prefix page before this batch. A proof must notice."""
 
 
@@ -167,8 +183,8 @@ class ConnectDecode(_Message, frozen=True, kw_only=True, tag="connect_decode"):
 class DisconnectDecode(_Message, frozen=True, kw_only=True, tag="disconnect_decode"):
     """A decode worker's process is gone: its rooms end, and nobody is told."""
 
-    decode_epoch: int
-    reason: str
+    decode_epoch: Epoch
+    reason: Reason
 
 
 # Ranks -> controller ---------------------------------------------------------------------------
@@ -177,58 +193,58 @@ class DisconnectDecode(_Message, frozen=True, kw_only=True, tag="disconnect_deco
 class RankReady(_Message, frozen=True, kw_only=True, tag="rank_ready"):
     """The rank has loaded its weights and waits for `Configure`."""
 
-    rank: int
+    rank: Rank
 
 
 class Configured(_Message, frozen=True, kw_only=True, tag="configured"):
     """The rank's pool of this epoch stands."""
 
-    rank: int
-    epoch: int
-    pool_bytes: int
+    rank: Rank
+    epoch: Epoch
+    pool_bytes: Bytes
 
 
 class DecodeConnected(_Message, frozen=True, kw_only=True, tag="decode_connected"):
     """The rank can write to a decode worker's pool, or why it cannot."""
 
-    rank: int
-    decode_epoch: int
+    rank: Rank
+    decode_epoch: Epoch
     failure: str | None = None
 
 
 class RoomToken(_Message, frozen=True, kw_only=True):
     """The first output token of a room."""
 
-    room: int
-    token_id: int
+    room: RoomId
+    token_id: TokenId
     logprobs: SampledLogprobs | None = None
 
 
 class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):
     """The rank has computed a batch and written its pages."""
 
-    rank: int
-    batch_id: int
+    rank: Rank
+    batch_id: Count
     tokens: list[RoomToken]
-    scratch_bytes: int
+    scratch_bytes: Bytes
 
 
 class RoomConcluded(_Message, frozen=True, kw_only=True, tag="room_concluded"):
     """The rank will touch the room's pages no more."""
 
-    rank: int
-    room: int
-    pages: int
-    descriptors: int
-    bytes: int
-    failure: str | None = None
+    rank: Rank
+    room: RoomId
+    pages: Count
+    descriptors: Count
+    bytes: OneRoomBytes
+    failure: Reason | None = None
 
 
 class RankState(_Message, frozen=True, kw_only=True, tag="rank_state"):
     """Sent about once a second: the rooms this rank has open, and what is wrong in its books."""
 
-    rank: int
-    open_rooms: list[int]
+    rank: Rank
+    open_rooms: list[RoomId]
     problem: str | None = None
 
 
@@ -241,7 +257,7 @@ class BeginReplay(_Message, frozen=True, kw_only=True, tag="begin_replay"):
     `prefill_epoch` is the life of the group whose pages will come.
     """
 
-    prefill_epoch: int
+    prefill_epoch: Epoch
     record: str
 
 
@@ -252,13 +268,13 @@ class ReplayReady(_Message, frozen=True, kw_only=True, tag="replay_ready"):
 class RoomCovered(_Message, frozen=True, kw_only=True, tag="room_covered"):
     """A replayed room has all its pages at decode."""
 
-    room: int
+    room: RoomId
 
 
 class StepDone(_Message, frozen=True, kw_only=True, tag="step_done"):
     """Decode has run one replayed batch."""
 
-    batch_id: int
+    batch_id: Count
 
 
 # Supervisor -> controllers, decode workers and server ------------------------------------------
@@ -267,12 +283,12 @@ class StepDone(_Message, frozen=True, kw_only=True, tag="step_done"):
 class ProcessUp(_Message, frozen=True, kw_only=True, tag="process_up"):
     """A life of a decode worker or of the server can be reached at this address."""
 
-    life: str
+    life: LifeName
     address: str
 
 
 class ProcessDown(_Message, frozen=True, kw_only=True, tag="process_down"):
     """A life is over: every process of it was reaped."""
 
-    life: str
+    life: LifeName
     reason: str

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import msgspec
 
+from cp_shared_kv.engine.api import EngineRefusal
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.codecs import RECORDED
 from cp_shared_kv.engine.group_figures import GroupFigures
@@ -29,21 +30,23 @@ from cp_shared_kv.engine.messages import (
     Registered,
     RoomConcluded,
     RoomRefused,
+    RoomToken,
     StatsRequest,
     Submit,
 )
 from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.rank_states import RankStates
 from cp_shared_kv.engine.recording import MessageLog
-from cp_shared_kv.engine.request import PrefillRequest
+from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.state import prompt_tokens_for_sampling
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.submission import checked_offer
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
-from cp_shared_kv.transfer.codec import check_int64, pack_int64, unpack_int64
+from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Declined,
@@ -53,6 +56,7 @@ from cp_shared_kv.transfer.messages import (
     Released,
     Reserve,
     Withdrawn,
+    as_reason,
 )
 
 logger = logging.getLogger("cp_shared_kv")
@@ -118,6 +122,7 @@ class PrefillController:
         peer = self._peers.pop(str(life), None)
         if peer is None:
             return
+        reason = as_reason(reason)
         for request in self.scheduler.requests():
             if request.decode is not peer:
                 continue
@@ -153,62 +158,14 @@ class PrefillController:
     def _submit(self, message: Submit) -> None:
         if self.scheduler.get(message.room) is not None:
             raise ProtocolError("room is already open", value=message.room)
-        decode = self._peers.get(message.decode)
-        if decode is None:
-            self._to_server(
-                RoomRefused(
-                    room=message.room,
-                    kind="unavailable",
-                    reason=f"decode worker {message.decode} is not connected to this group",
-                )
-            )
-            return
-        if self._max_queued is not None and self.scheduler.queued >= self._max_queued:
-            self._to_server(
-                RoomRefused(
-                    room=message.room,
-                    kind="overloaded",
-                    reason=f"{self.scheduler.queued} requests are waiting, which is as many as "
-                    "may (--max-queued-requests); try again later",
-                )
-            )
-            return
         try:
-            check_int64("token_ids", message.token_ids, at_least=0, at_most=self._vocab_size - 1)
-            message.sampling.check_vocabulary(self._vocab_size)
-            if message.max_tokens < 1:
-                raise ValueError(f"max_tokens is {message.max_tokens}; allowed: 1 or more")
-            offer = Offer(
-                epoch=self._epoch,
-                peer_epoch=decode.epoch,
-                room=message.room,
-                token_ids=message.token_ids,
-                max_tokens=message.max_tokens,
-                sampling=message.sampling,
-            )
-        except ValueError as error:
-            self._to_server(RoomRefused(room=message.room, kind="invalid", reason=str(error)))
-            return
-        tokens = unpack_int64(message.token_ids)
-        needed = len(tokens) + message.max_tokens
-        limits = self._limits
-        if (
-            len(tokens) > limits.logical_tokens
-            or needed > limits.decode_tokens
-            or needed > limits.context_length
-        ):
-            # The server refuses such a prompt first; this holds for any other client too.
+            decode, offer = self._offer(message)
+        except EngineRefusal as refusal:
             self._to_server(
-                RoomRefused(
-                    room=message.room,
-                    kind="too_long",
-                    reason=f"{len(tokens)} prompt tokens and {message.max_tokens} to generate "
-                    f"exceed logical_tokens={limits.logical_tokens}, "
-                    f"decode_tokens={limits.decode_tokens} or "
-                    f"context_length={limits.context_length}",
-                )
+                RoomRefused(room=message.room, kind=refusal.kind, reason=as_reason(refusal.reason))
             )
             return
+        tokens = offer.tokens()
         self.scheduler.submit(
             PrefillRequest(
                 room=message.room,
@@ -216,10 +173,31 @@ class PrefillController:
                 token_ids=tokens,
                 max_tokens=message.max_tokens,
                 sampling=message.sampling,
-                page_keys=page_keys(tokens, limits.page_size),
+                page_keys=page_keys(tokens, self._limits.page_size),
             )
         )
         decode.send(offer)
+
+    def _offer(self, message: Submit) -> tuple[DecodePeer, Offer]:
+        decode = self._peers.get(message.decode)
+        if decode is None:
+            raise EngineRefusal(
+                f"decode worker {message.decode} is not connected to this group",
+                kind="unavailable",
+            )
+        if self._max_queued is not None and self.scheduler.queued >= self._max_queued:
+            raise EngineRefusal(
+                f"{self.scheduler.queued} requests are waiting, which is as many as may "
+                "(--max-queued-requests); try again later",
+                kind="overloaded",
+            )
+        return decode, checked_offer(
+            message,
+            epoch=self._epoch,
+            peer_epoch=decode.epoch,
+            limits=self._limits,
+            vocab_size=self._vocab_size,
+        )
 
     # From decode ------------------------------------------------------------------------------
 
@@ -300,27 +278,52 @@ class PrefillController:
         for done in self._done.values():
             for token in done.tokens:
                 if token.room in decodes:
-                    decodes[token.room].send(
-                        FirstToken(
-                            epoch=self._epoch,
-                            peer_epoch=decodes[token.room].epoch,
-                            room=token.room,
-                            token_id=token.token_id,
-                            logprobs=token.logprobs,
-                        )
-                    )
+                    self._first_token(decodes[token.room], token)
         self._done.clear()
         for request in gone:
             self._refuse_stopped(request)
 
+    def _first_token(self, decode: DecodePeer, token: RoomToken) -> None:
+        if token.token_id >= self._vocab_size:
+            self._abort(token.room, f"a rank chose token {token.token_id}, which does not exist")
+            return
+        decode.send(
+            FirstToken(
+                epoch=self._epoch,
+                peer_epoch=decode.epoch,
+                room=token.room,
+                token_id=token.token_id,
+                logprobs=token.logprobs,
+            )
+        )
+
     def _room_concluded(self, message: RoomConcluded) -> None:
-        self._figures.concluded(message)
         request = self.scheduler.get(message.room)
-        if message.failure is not None and request is not None and request.failure is None:
+        # A conclusion lets the room's pages go: one out of turn is not believed.
+        if request is None or request.stage in (Stage.OFFERED, Stage.RESERVED):
+            raise ProtocolError("a rank concluded a room that it has not open", value=message.room)
+        if message.rank in request.concluded_ranks:
+            raise ProtocolError("a rank concluded a room twice", value=message.room)
+        if (
+            message.failure is None
+            and request.failure is None
+            and not self._is_all_computed(request)
+        ):
+            raise ProtocolError("a rank concluded a room with chunks to come", value=message.room)
+        self._figures.concluded(message)
+        if message.failure is not None and request.failure is None:
             self._abort(message.room, message.failure)  # without this rank's part all is in vain
         request = self.scheduler.concluded(message.room, message.rank)
         if request is not None:
             self._refuse_stopped(request)
+
+    def _is_all_computed(self, request: PrefillRequest) -> bool:
+        """Whether the prompt's last chunk is computed, or being computed: others may be faster."""
+        running = self.scheduler.in_flight
+        return request.stage is Stage.SENDING or (
+            running is not None
+            and any(part.room == request.room and part.last for part in running.requests)
+        )
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -358,6 +361,7 @@ class PrefillController:
         request = self.scheduler.get(room)
         if request is None:
             return
+        reason = as_reason(reason)
         decode = request.decode
         if self.scheduler.abort(room, reason) is not None:
             self._withdraw(decode, room, reason)

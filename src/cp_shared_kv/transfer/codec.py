@@ -28,8 +28,12 @@ class Codec(Generic[M]):
         self._decoder = cast("msgspec.msgpack.Decoder[M]", msgspec.msgpack.Decoder(message_type))
 
     def encode(self, message: M) -> bytes:
-        """`message` as MessagePack. Too large is refused here, where the reason can be seen."""
-        data = self._encoder.encode(message)
+        """`message` as MessagePack. What the peer could not take is refused here, where the reason
+        can be seen: ProtocolError for too large a message, or a number beyond 64 bits."""
+        try:
+            data = self._encoder.encode(message)
+        except OverflowError as error:
+            raise ProtocolError(f"cannot send {type(message).__name__}: {error}") from error
         self._check_size(len(data), f"cannot send {type(message).__name__}")
         return data
 

@@ -21,7 +21,6 @@ from cp_shared_kv.transfer.actions import (
     SendMessage,
 )
 from cp_shared_kv.transfer.messages import (
-    MAX_REASON_CHARS,
     AbortRoom,
     Acknowledged,
     Concluded,
@@ -30,6 +29,7 @@ from cp_shared_kv.transfer.messages import (
     Released,
     Sent,
     Withdrawn,
+    as_reason,
 )
 from cp_shared_kv.transfer.reservation import Reservation
 
@@ -298,7 +298,7 @@ class DecodeSession:
         if self.state is not DecodeState.RECEIVING:
             return []
         self.state = DecodeState.QUARANTINED
-        self.failure = reason[:MAX_REASON_CHARS] or "no reason given"
+        self.failure = as_reason(reason)
         for record in self._ranks:
             record.sent.clear()
         told = self._tell_abort() if tell_peer and not self._all_concluded() else []

@@ -49,6 +49,11 @@ Reason = Annotated[str, Meta(min_length=1, max_length=MAX_REASON_CHARS)]
 Fingerprint = Annotated[str, Meta(min_length=1, max_length=1000)]
 
 
+def as_reason(text: str) -> str:
+    """`text` as a message may carry it: cut at MAX_REASON_CHARS, and never empty."""
+    return text[:MAX_REASON_CHARS] or "no reason given"
+
+
 class _Struct(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     pass
 

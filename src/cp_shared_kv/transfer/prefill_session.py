@@ -27,13 +27,13 @@ from cp_shared_kv.transfer.actions import (
 )
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
-    MAX_REASON_CHARS,
     AbortRoom,
     Acknowledged,
     Concluded,
     Message,
     Quiesced,
     Sent,
+    as_reason,
 )
 from cp_shared_kv.transfer.reservation import Reservation
 
@@ -322,7 +322,7 @@ class PrefillSession:
         return [*self._conclude("success"), ReleaseSources(self.room)]
 
     def _fail(self, reason: str) -> list[PrefillAction]:
-        self.failure = reason[:MAX_REASON_CHARS] or "no reason given"
+        self.failure = as_reason(reason)
         self.state = PrefillState.DRAINING if self._unsettled else PrefillState.FAILED
         actions = self._conclude("failed", self.failure)
         return actions if self._unsettled else [*actions, ReleaseSources(self.room)]
