@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalLocs
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
@@ -191,6 +192,33 @@ def test_a_plan_of_a_layout_keeps_what_its_rank_owns(device: torch.device) -> No
         device,
         lambda pages, plan: store_index(index, pages, index_k, plan),
     )
+
+
+def test_rows_of_a_rank_are_encoded_by_the_same_kernels(device: torch.device) -> None:
+    latent_form = latent_format(
+        "fp8_ds_mla", kv_lora_rank=512, qk_rope_head_dim=64, page_size=PAGE_SIZE
+    )
+    index_form = index_format("fp8_scaled", index_head_dim=128, page_size=PAGE_SIZE)
+    values = make_values(13, 704, torch.bfloat16, seed=9).to(device)
+    latent, k_pe, index_k = values.split((512, 64, 128), dim=1)
+    each = torch.arange(13, device=device)
+    behind_padding = WritePlan(each, each + 1)
+    rows = torch.full((14, 656), POISON, dtype=torch.uint8, device=device)
+    store_latent(latent_form, rows, latent, k_pe, behind_padding, page_size=1)
+    assert torch.equal(rows[1:], latent_form.encode(latent, k_pe))
+    assert (rows[0] == POISON).all()
+    rows = torch.full((14, 132), POISON, dtype=torch.uint8, device=device)
+    store_index(index_form, rows, index_k, behind_padding, page_size=1)
+    assert torch.equal(rows[1:], index_form.encode(index_k))
+    assert (rows[0] == POISON).all()
+
+
+def test_rows_that_no_kernel_can_write_are_refused(device: torch.device) -> None:
+    form = latent_format("fp8_ds_mla", kv_lora_rank=256, qk_rope_head_dim=3, page_size=PAGE_SIZE)
+    pages = torch.zeros(PAGES, form.page_bytes, dtype=torch.uint8, device=device)
+    latent = torch.ones(3, 256, device=device)
+    with pytest.raises(ConfigError, match="even number of rope dimensions"):
+        store_latent(form, pages, latent, latent[:, :3], make_plan(3, seed=1).to(device))
 
 
 def test_no_rows_write_nothing(device: torch.device) -> None:

@@ -21,21 +21,25 @@ def store_latent(
     latent: torch.Tensor,
     k_pe: torch.Tensor,
     plan: WritePlan,
+    *,
+    page_size: int | None = None,
 ) -> None:
     """Keep the owned ones of the batch's rows in pages u8[*, page_bytes]. Never waits for the GPU.
 
     latent [T, kv_lora_rank] and k_pe [T, qk_rope_head_dim], any float; all tensors, the plan's
-    too, on one device. ConfigError for a format without a kernel.
+    too, on one device. page_size: of these pages, if it is not the format's. ConfigError for a
+    format without a kernel.
     """
     # Here, since without a GPU there need not be a triton.
     from cp_shared_kv.kernels import store_rows
 
-    rows, places, size = plan.rows, plan.physical_locs, page_format.page_size
+    rows, places = plan.rows, plan.physical_locs
+    size = page_format.page_size if page_size is None else page_size
     match page_format:
         case PlainLatentFormat(stored=stored):
             parts = [latent.to(stored), k_pe.to(stored)]
             store_rows.store_plain(pages, size, parts, rows, places)
-        case Fp8DsMlaFormat(scale_kind=scale_kind):
+        case Fp8DsMlaFormat(scale_kind=scale_kind) if page_format.row_bytes % 4 == 0:
             store_rows.store_fp8_latent(
                 pages,
                 size,
@@ -50,12 +54,18 @@ def store_latent(
 
 
 def store_index(
-    page_format: IndexFormat, pages: torch.Tensor, index_k: torch.Tensor, plan: WritePlan
+    page_format: IndexFormat,
+    pages: torch.Tensor,
+    index_k: torch.Tensor,
+    plan: WritePlan,
+    *,
+    page_size: int | None = None,
 ) -> None:
     """As `store_latent`, for index_k [T, index_head_dim]."""
     from cp_shared_kv.kernels import store_rows
 
-    rows, places, size = plan.rows, plan.physical_locs, page_format.page_size
+    rows, places = plan.rows, plan.physical_locs
+    size = page_format.page_size if page_size is None else page_size
     match page_format:
         case PlainIndexFormat(stored=stored):
             store_rows.store_plain(pages, size, [index_k.to(stored)], rows, places)
@@ -70,6 +80,6 @@ def store_index(
 def _without_kernel(page_format: PageFormat) -> ConfigError:
     return ConfigError(
         "page format without a kernel that writes it",
-        value=page_format.name,
-        allowed="fp32, bf16, fp8_ds_mla, fp8_scaled",
+        value=f"{page_format.name}, {page_format.row_bytes} bytes a row",
+        allowed="fp32, bf16, fp8_scaled, and fp8_ds_mla with an even number of rope dimensions",
     )

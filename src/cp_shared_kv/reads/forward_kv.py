@@ -16,6 +16,7 @@ from cp_shared_kv.layout.sequence_split import SplitMode, split_tokens
 from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, WritePlan
+from cp_shared_kv.memory.row_encoder import RowEncoder
 from cp_shared_kv.reads.chunk_exchange import ChunkExchange
 from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
@@ -91,6 +92,7 @@ class ForwardKV:
         self.positions = tokens.positions
         self.requests = tokens.requests
         self._pool = pool
+        self._encoder = RowEncoder(pool.spec, len(tokens.indices), tokens.indices.device)
         self._plan = plan
         self._exchange = exchange
         self._reader = reader
@@ -163,9 +165,9 @@ class ForwardKV:
                 value="none" if index_k is None else "given",
                 allowed=f"given for the layers {spec.index_layers}, none for the others",
             )
-        rows = {"latent": spec.latent.encode(latent, k_pe)}
+        rows = {"latent": self._encoder.latent(latent, k_pe)}
         if index_k is not None:
-            rows["index"] = spec.index.encode(index_k)
+            rows["index"] = self._encoder.index(index_k)
         self._layer = layer
         self._sources.clear()
         chunk = self._exchange.all_gather(list(rows.values()))
