@@ -130,7 +130,6 @@ def test_too_little_shared_memory_is_told_in_bytes() -> None:
         (["--attention-context-parallel-size=2"], "--enable-nsa-prefill-context-parallel"),
         (["--enable-nsa-prefill-cp-shared-kv"], "--enable-nsa-prefill-context-parallel"),
         (["--kv-read=pull"], "--enable-nsa-prefill-cp-shared-kv"),
-        (["--disaggregation-transfer-backend=mooncake"], "shared_memory"),
         (["--page-size=48"], "--page-size"),
         (["--context-length=999999"], "max_position_embeddings"),
         (["--kv-cache-dtype=fp8_e4m3"], "kv_lora_rank"),

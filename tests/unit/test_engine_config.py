@@ -132,12 +132,6 @@ def test_a_read_path_where_nothing_is_shared_is_refused(
     assert "--enable-nsa-prefill-cp-shared-kv" in message
 
 
-def test_the_backend_that_is_not_there_yet_is_refused_by_name() -> None:
-    message = refusal(disaggregation_transfer_backend="mooncake")
-    assert "--disaggregation-transfer-backend mooncake" in message
-    assert "allowed: shared_memory" in message
-
-
 def test_another_system_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     message = refusal(page_size=0)

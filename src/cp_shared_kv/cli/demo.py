@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cp_shared_kv.cli.completion_stream import Completion, stream_completion
 from cp_shared_kv.cli.ownership_picture import ownership_picture
 from cp_shared_kv.engine.cluster import Cluster
-from cp_shared_kv.engine.config import EngineConfig, KVRead
+from cp_shared_kv.engine.config import EngineConfig, KVRead, TransferBackend
 from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
 from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.sequence_split import SplitMode
@@ -42,6 +42,7 @@ def demo(
     *,
     kv_read: KVRead = "auto",
     nsa_prefill_cp_mode: SplitMode = "in-seq-split",
+    disaggregation_transfer_backend: TransferBackend = "shared_memory",
     flip_byte: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.
@@ -56,23 +57,39 @@ def demo(
         How a rank reads pages that it does not own.
     nsa_prefill_cp_mode
         How a chunk's tokens are dealt to the ranks.
+    disaggregation_transfer_backend
+        What carries KV pages from prefill to decode; mooncake needs the extra of that name.
     flip_byte
         Damage one byte of one page of the replay, to see that the comparison notices.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as scratch:
-        difference = _run(Path(scratch), kv_read, nsa_prefill_cp_mode, flip_byte=flip_byte)
+        shared = Path(scratch) / "shared"
+        config = EngineConfig(
+            model_path=demo_checkpoint_directory(),
+            served_model_name="demo",
+            port=0,
+            attention_context_parallel_size=CP_SIZE,
+            enable_nsa_prefill_context_parallel=True,
+            enable_nsa_prefill_cp_shared_kv=True,
+            nsa_prefill_cp_mode=nsa_prefill_cp_mode,
+            kv_read=kv_read,
+            disaggregation_transfer_backend=disaggregation_transfer_backend,
+            max_total_tokens=PHYSICAL_TOKENS_PER_RANK,
+            chunked_prefill_size=CHUNK_TOKENS,
+            record_batches=shared,
+        )
+        difference = _run(config, shared, Path(scratch), flip_byte=flip_byte)
     out.print(f"[dim]{time.monotonic() - started:.1f} s in all[/dim]")
     return 1 if difference else 0
 
 
-def _run(scratch: Path, kv_read: KVRead, split: SplitMode, *, flip_byte: bool) -> bool:
+def _run(config: EngineConfig, shared: Path, scratch: Path, *, flip_byte: bool) -> bool:
     prompt = licence_text()
-    log_file = scratch / "cluster.log"
-    shared, replicated = scratch / "shared", scratch / "replicated"
+    log_file, replicated = scratch / "cluster.log", scratch / "replicated"
     with ExitStack() as stack:
         try:
-            cluster, url = _start(stack, kv_read, split, shared, log_file)
+            cluster, url = _start(stack, config, log_file)
             _show_start(cluster, log_file, len(prompt.encode()))
             first = _prefill_with_progress(url, prompt, log_file, len(prompt.encode()))
             _show_pages(cluster, shared, first)
@@ -92,25 +109,9 @@ def _run(scratch: Path, kv_read: KVRead, split: SplitMode, *, flip_byte: bool) -
     return _verdict(comparison)
 
 
-def _start(
-    stack: ExitStack, kv_read: KVRead, split: SplitMode, record: Path, log_file: Path
-) -> tuple[Cluster, str]:
+def _start(stack: ExitStack, config: EngineConfig, log_file: Path) -> tuple[Cluster, str]:
     """Start the demo's cluster, to be stopped with `stack`; returns it and the server's URL."""
     with _progress() as (progress, task):
-        progress.update(task, description="demo model")
-        config = EngineConfig(
-            model_path=demo_checkpoint_directory(),
-            served_model_name="demo",
-            port=0,
-            attention_context_parallel_size=CP_SIZE,
-            enable_nsa_prefill_context_parallel=True,
-            enable_nsa_prefill_cp_shared_kv=True,
-            nsa_prefill_cp_mode=split,
-            kv_read=kv_read,
-            max_total_tokens=PHYSICAL_TOKENS_PER_RANK,
-            chunked_prefill_size=CHUNK_TOKENS,
-            record_batches=record,
-        )
         listener = stack.enter_context(open_listener(config.host, config.port))
         host, port = listener.getsockname()[:2]
         cluster = stack.enter_context(

@@ -228,7 +228,7 @@ class ClusterClient:
             early.clear()
 
     async def abort(self, request_id: str, *, finished: bool = False) -> None:
-        """Stop a request and free its pages; unknown ones are no error. `finished` ones count so."""
+        """Stop a request and free its pages; unknown ones are no error."""
         number, route = self._open.pop(request_id, (0, None))
         if route is None:
             return

@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.transfer.messages import MAX_TOKENS
+from cp_shared_kv.transfer.transports import TransferBackend
 
 KVRead = Literal["auto", "pull", "collective"]
-TransferBackend = Literal["shared_memory", "mooncake"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
 KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
@@ -107,7 +107,8 @@ class EngineConfig:
     collective gather of bytes; auto is pull."""
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
-    """What carries KV pages from prefill to decode; mooncake is refused until it is built."""
+    """What carries KV pages from prefill to decode: copies into mapped memory, or the Mooncake
+    Transfer Engine (of the extra `mooncake`), here over TCP within this host."""
 
     verify_kv_transfer: bool = False
     """Send a checksum with each KV page and compare it before decode starts: a page damaged on its
@@ -266,12 +267,6 @@ class EngineConfig:
                 value=f"--prefill-groups {self.prefill_groups} "
                 f"--decode-workers {self.decode_workers}",
                 change="record with one of each",
-            )
-        if self.disaggregation_transfer_backend == "mooncake":
-            raise ConfigError(
-                "--disaggregation-transfer-backend mooncake is not in this release",
-                allowed="shared_memory",
-                change="drop the flag: all processes of this release run on one host",
             )
 
     def as_plain(self) -> dict[str, Any]:

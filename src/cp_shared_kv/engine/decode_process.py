@@ -37,7 +37,7 @@ from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import Bulletin
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
-from cp_shared_kv.memory.buffers import SharedMemoryBuffer
+from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool
@@ -54,7 +54,7 @@ from cp_shared_kv.transfer.messages import (
     Sent,
     Withdrawn,
 )
-from cp_shared_kv.transfer.regions import Region
+from cp_shared_kv.transfer.transports import TransferBackend, make_target
 
 IDLE_SECONDS = 5.0
 
@@ -73,17 +73,21 @@ class DecodeWorker:
         capacity = limits.decode_capacity
         self._pages = capacity.physical_pages
         pool_spec = self._model.pool_spec
-        self._region = Region(
-            spec.region_name(life, "pool", self._epoch), pool_spec.pool_bytes(self._pages)
+        backend = config.disaggregation_transfer_backend
+        buffer = _pool_buffer(
+            backend, spec.region_name(life, "pool", self._epoch), pool_spec.pool_bytes(self._pages)
         )
-        # The name stays as long as this process: prefill groups come and go.
-        self._buffer = SharedMemoryBuffer.create(self._region.name, self._region.nbytes)
-        self._pool = KVPool(pool_spec, self._pages, self._buffer)
+        self._target = make_target(backend, f"{spec.run_id}-{life}-e{self._epoch}")
+        self._target.expose(buffer)
+        self._pool = KVPool(pool_spec, self._pages, buffer)
         self._layout = CpSharedKVLayout(limits.page_size, 1, 0, physical_pages=self._pages)
         record = config.record_batches
         self.door = zmq.Context.instance().socket(zmq.ROUTER)
         self.door.linger = 0
         self.door.sndhwm = self.door.rcvhwm = 0
+        # The replay tool has the name of the controller whose place it takes, and may come before
+        # zmq has noticed that one's end.
+        self.door.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.door.bind(spec.endpoints.inbox(life))
         self.server: zmq.Socket[bytes] | None = None
         self._server_life: Life | None = None
@@ -104,13 +108,15 @@ class DecodeWorker:
             spec.hello(
                 role="decode",
                 epoch=self._epoch,
-                session_id=f"{spec.run_id}-{life}",
+                session_id=self._target.session_id,
                 physical_pages=self._pages,
-                regions=(self._region,),
+                regions=self._target.regions,
             ),
             send=self._to_group,
             is_idle=lambda: not self.engine.open_rooms,
         )
+        self._ending: list[tuple[PrefillPeer, str]] = []
+        """Groups that are gone, of which something may yet land."""
         self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))
         self.replay: ReplayDecode | None = None
 
@@ -161,9 +167,17 @@ class DecodeWorker:
             case ProcessDown() if life.role == "prefill":
                 peer = self._groups.lost(life)
                 if peer is not None:
-                    self.engine.peer_dead(peer, news.reason)
+                    self._ending.append((peer, news.reason))
+                    self.let_go()
             case _:
                 pass
+
+    def let_go(self) -> None:
+        """End the rooms of groups that are gone, once what they had written has landed."""
+        if self._ending and self._target.settled():
+            for peer, reason in self._ending:
+                self.engine.peer_dead(peer, reason)
+            self._ending.clear()
 
     def check_books(self) -> None:
         """Tell the server what does not add up, if that has changed."""
@@ -211,6 +225,14 @@ class DecodeWorker:
             self.server.send(encode(message))
 
 
+def _pool_buffer(backend: TransferBackend, name: str, nbytes: int) -> Buffer:
+    """Memory that senders can reach by this transport."""
+    if backend == "shared_memory":
+        # The name stays as long as this process: prefill groups come and go.
+        return SharedMemoryBuffer.create(name, nbytes)
+    return PrivateBuffer(nbytes)
+
+
 def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
     """Body of the decode process."""
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
@@ -239,6 +261,7 @@ def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
             _drain(worker, worker.server)
         if supervisor.socket in ready:
             worker.on_news(supervisor.receive())
+        worker.let_go()
         if worker.engine.has_work:
             worker.engine.step()
 

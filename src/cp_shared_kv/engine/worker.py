@@ -33,7 +33,7 @@ from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, TorchGroup
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
-from cp_shared_kv.transfer.shared_memory import SharedMemoryTransport
+from cp_shared_kv.transfer.transports import make_transport
 
 RESEND_SECONDS = 1.0
 """A conclusion that decode has not acknowledged is said again after so long."""
@@ -66,7 +66,10 @@ class RankWorker:
         self.controller = dealer(self._identity, spec.endpoints.inbox(life))
         self.decodes: dict[int, zmq.Socket[bytes]] = {}
         """Links to decode workers, by the epoch of each."""
-        self._transport = SharedMemoryTransport(f"{spec.run_id}-{life}-rank{self._rank}")
+        self._transport = make_transport(
+            spec.engine_config().disaggregation_transfer_backend,
+            f"{spec.run_id}-{life}-rank{self._rank}",
+        )
         self._epoch: RankEpoch | None = None
         self.writes_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         """Readable when `collect_writes` has something to do."""

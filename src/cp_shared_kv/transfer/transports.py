@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-from cp_shared_kv.transfer.shared_memory import SharedMemoryTarget, SharedMemoryTransport
 from cp_shared_kv.transfer.transport import KVTarget, KVTransport
 
 TransferBackend = Literal["shared_memory", "mooncake"]
@@ -12,7 +11,10 @@ TransferBackend = Literal["shared_memory", "mooncake"]
 
 def make_transport(backend: TransferBackend, session_id: str) -> KVTransport:
     """The sending end, at a CP rank. StartupError if what `backend` needs is not installed."""
+    # Imported here: whoever only needs the names does not pay for torch.
     if backend == "shared_memory":
+        from cp_shared_kv.transfer.shared_memory import SharedMemoryTransport
+
         return SharedMemoryTransport(session_id)
     from cp_shared_kv.transfer.mooncake_transport import MooncakeTransport
 
@@ -26,6 +28,8 @@ def make_target(backend: TransferBackend, name: str) -> KVTarget:
     connect to is the target's to choose.
     """
     if backend == "shared_memory":
+        from cp_shared_kv.transfer.shared_memory import SharedMemoryTarget
+
         return SharedMemoryTarget(name)
     from cp_shared_kv.transfer.mooncake_target import MooncakeTarget
 
