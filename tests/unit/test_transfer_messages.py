@@ -12,94 +12,22 @@ import pytest
 from hypothesis import given, settings
 
 from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.testing.example_messages import ROOM, TRANSFER_MESSAGES, ints
 from cp_shared_kv.transfer.codec import Codec, pack_int64, unpack_int64
 from cp_shared_kv.transfer.messages import (
     MAX_MESSAGE_BYTES,
     MAX_TOKENS,
-    AbortRoom,
-    Acknowledged,
-    Concluded,
-    Declined,
-    FirstToken,
     Heartbeat,
-    Hello,
     Message,
     Offer,
-    OpenRoom,
     Quiesced,
-    Released,
     Reserve,
     Sent,
-    Withdrawn,
     decode,
     encode,
 )
-from cp_shared_kv.transfer.regions import Region
-from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
-
-def ints(*values: int) -> bytes:
-    return pack_int64(np.array(values, dtype=np.int64))
-
-
-ROOM = {"epoch": 11, "peer_epoch": 22, "room": 7}
-HELLO = Hello(
-    epoch=11,
-    role="decode",
-    session_id="decode-0",
-    transport="shared_memory",
-    cp_size=1,
-    page_size=64,
-    latent_format="fp32 r512 d64",
-    index_format="fp32 d128",
-    num_layers=2,
-    index_layers=(0, 1),
-    bytes_per_page=1000,
-    model_fingerprint="tiny",
-    physical_pages=9,
-    regions=(Region("decode-0-11", 10_000),),
-)
-EXAMPLES: list[Message] = [
-    HELLO,
-    Offer(
-        **ROOM,
-        token_ids=ints(1, 2, 3),
-        max_tokens=5,
-        sampling=SamplingParams(temperature=0.5, ignore_eos=True, seed=1),
-    ),
-    FirstToken(
-        **ROOM, token_id=65, logprobs=SampledLogprobs(logprob=-0.5, top=((66, -0.25), (65, -0.5)))
-    ),
-    Withdrawn(**ROOM, reason="client gone"),
-    Reserve(**ROOM, first_position=2, physical_pages=ints(4, 9)),
-    Declined(**ROOM, reason="too long"),
-    Released(**ROOM),
-    OpenRoom(
-        epoch=11,
-        room=7,
-        decode_epoch=22,
-        first_position=2,
-        physical_pages=ints(4, 9),
-        total_positions=4,
-        sampling=SamplingParams(repetition_penalty=1.1, logit_bias=((3, -1.0),)),
-        prompt_token_ids=ints(1, 3),
-    ),
-    Sent(**ROOM, rank=3, chunk=0, positions=ints(0, 5), descriptors=2, nbytes=84_000),
-    Concluded(**ROOM, rank=3, outcome="success", quiescent=True, sent_chunks=1, total_positions=2),
-    Concluded(
-        **ROOM,
-        rank=3,
-        outcome="failed",
-        reason="no route",
-        quiescent=False,
-        sent_chunks=0,
-        total_positions=0,
-    ),
-    Quiesced(**ROOM, rank=3),
-    Acknowledged(**ROOM, rank=3, of="concluded"),
-    AbortRoom(**ROOM, reason="client gone"),
-    Heartbeat(epoch=11, peer_epoch=22, open_rooms=ints(7, 8)),
-]
+EXAMPLES = TRANSFER_MESSAGES
 NAMES = [type(message).__name__ for message in EXAMPLES]
 
 

@@ -93,6 +93,12 @@ class Tokens(_Message, frozen=True, kw_only=True, tag="tokens"):
     logprobs: list[SampledLogprobs] | None = None
     """One for each of `token_ids`, when the request asked for them."""
 
+    def __post_init__(self) -> None:
+        if self.logprobs is not None and len(self.logprobs) != len(self.token_ids):
+            raise ValueError(
+                f"{len(self.logprobs)} log-probabilities for {len(self.token_ids)} tokens"
+            )
+
 
 class Admitted(_Message, frozen=True, kw_only=True, tag="admitted"):
     """How much of a prompt was found in the prefix cache."""
@@ -127,6 +133,19 @@ class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
     sent_bytes_total: list[Number]
     scratch_bytes: list[Bytes]
     failed_rooms_total: Number
+
+    def __post_init__(self) -> None:
+        ranks = {
+            len(column)
+            for column in (
+                self.sent_pages_total,
+                self.sent_descriptors_total,
+                self.sent_bytes_total,
+                self.scratch_bytes,
+            )
+        }
+        if len(ranks) != 1:
+            raise ValueError(f"figures of {sorted(ranks)} ranks; allowed: as many in each list")
 
 
 class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):

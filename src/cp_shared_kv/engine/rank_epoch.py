@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import BatchDone, Configure, RoomToken
 from cp_shared_kv.engine.model_runner import ModelRunner
@@ -49,6 +50,7 @@ class RankEpoch:
         to_controller: Send,
         wake: Callable[[], None],
     ) -> None:
+        _check_sizes(configure, spec.limits)
         rank = group.cp_rank
         self._configure, self._spec, self._group = configure, spec, group
         self._to_controller = to_controller
@@ -96,13 +98,14 @@ class RankEpoch:
 
     def open(self, message: OpenRoom) -> None:
         """Take a room, and how its first token is to be chosen should its last row be here."""
-        self.sender.open(message)
-        self._sampling[message.room] = SamplingState(
+        sampling = SamplingState(
             message.sampling,
             vocab_size=self._spec.vocab_size,
             eos_token_ids=self._spec.eos_token_ids,
             prompt_token_ids=message.prompt_tokens(),
         )
+        self.sender.open(message)
+        self._sampling[message.room] = sampling
 
     def abort(self, message: AbortRoom) -> None:
         """Stop a room."""
@@ -162,3 +165,15 @@ class RankEpoch:
                 self._pools.pool.pages("latent", 0)[int(owned[0]), 1] ^= 0x01
                 self._flip_before = None
                 return
+
+
+def _check_sizes(configure: Configure, limits: EngineLimits) -> None:
+    """A pool or scratch larger than this run's is refused before a byte of it is asked for."""
+    capacity = limits.capacity
+    most_pages = capacity.physical_pages if configure.shared else capacity.logical_pages
+    for what, value, most in (
+        ("pages of a pool", configure.physical_pages, most_pages),
+        ("bytes of scratch", configure.scratch_limit_bytes, limits.scratch_limit_bytes),
+    ):
+        if value > most:
+            raise ProtocolError(f"more {what} than this run has", value=value, allowed=f"{most}")
