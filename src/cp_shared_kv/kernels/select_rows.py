@@ -93,11 +93,12 @@ def _ones(word):
 def _mark(topk, indices, bitmap, slots, INDICES: tl.constexpr):
     item = tl.program_id(0) * INDICES + tl.arange(0, INDICES)
     slot = tl.load(topk + item, mask=item < indices, other=-1)
-    inside = (slot >= 0) & (slot < slots)
-    bit = tl.full((INDICES,), 1, tl.int32) << (slot & 31)
-    # Tokens next to each other select much the same, and atomics on one word queue up.
-    found = tl.load(bitmap + (slot >> 5), mask=inside, other=0) & bit
-    tl.atomic_or(bitmap + (slot >> 5), bit, mask=inside & (found == 0), sem="relaxed")
+    tl.atomic_or(
+        bitmap + (slot >> 5),
+        tl.full((INDICES,), 1, tl.int32) << (slot & 31),
+        mask=(slot >= 0) & (slot < slots),
+        sem="relaxed",
+    )
 
 
 @triton.jit
