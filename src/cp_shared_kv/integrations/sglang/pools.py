@@ -1,0 +1,93 @@
+"""Where SGLang builds its pools: ours in their place, and nothing at all unless all is in place."""
+
+# pyright: basic, reportMissingImports=false
+from __future__ import annotations
+
+import torch
+
+from cp_shared_kv.errors import StartupError
+from cp_shared_kv.integrations.sglang import ATTRIBUTE, verify
+from cp_shared_kv.integrations.sglang.capacity import report_pool, scratch_size
+from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.reads.full_view import FullViewReader
+from cp_shared_kv.reads.group import TorchGroup
+from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.scratch import Scratch
+
+
+def guard(original, self, *args, **kwargs):
+    """Around init_memory_pool, in every scheduler process: StartupError with what is missing."""
+    if getattr(self.server_args, ATTRIBUTE, False):
+        verify.require_complete()
+    return original(self, *args, **kwargs)
+
+
+def build(original, self):
+    """Around _init_pools: for its duration, the names it constructs from are our classes'.
+
+    Not for good: other parts of SGLang ask of objects whether they are of these classes.
+    """
+    if not getattr(self.server_args, ATTRIBUTE):
+        return original(self)
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+    from sglang.srt.model_executor import model_runner_kv_cache_mixin as mixin
+
+    from cp_shared_kv.integrations.sglang.allocator import CPSharedPagedTokenToKVPoolAllocator
+    from cp_shared_kv.integrations.sglang.pool import CPSharedNSATokenToKVPool, shared_pool
+
+    capacity: KVCapacity = self.cp_shared_kv_capacity
+    size = scratch_size(self)
+    group = get_attn_cp_group().device_group
+    sharing = sharing_over(group, capacity, size.limit_bytes, torch.device(self.device))
+
+    def allocator(logical_size, **settings_of_allocator):
+        return CPSharedPagedTokenToKVPoolAllocator(
+            logical_size,
+            capacity.physical_tokens,
+            cp_size=capacity.cp_size,
+            cp_rank=sharing.cp_rank,
+            **settings_of_allocator,
+        )
+
+    stock = mixin.NSATokenToKVPool, mixin.PagedTokenToKVPoolAllocator
+    mixin.NSATokenToKVPool = shared_pool(sharing)
+    mixin.PagedTokenToKVPoolAllocator = allocator
+    try:
+        result = original(self)
+    finally:
+        mixin.NSATokenToKVPool, mixin.PagedTokenToKVPoolAllocator = stock
+    made = type(self.token_to_kv_pool), type(self.token_to_kv_pool_allocator)
+    wanted = CPSharedNSATokenToKVPool, CPSharedPagedTokenToKVPoolAllocator
+    if not all(issubclass(*pair) for pair in zip(made, wanted, strict=True)):
+        raise StartupError(
+            "SGLang has built other pools than the shared ones",
+            value=", ".join(cls.__name__ for cls in made),
+            change="see docs/sglang.md for the models and settings that are supported",
+        )
+    self.token_to_kv_pool.batch_pages = size.batch_pages
+    report_pool(capacity)
+    return result
+
+
+def sharing_over(
+    process_group: torch.distributed.ProcessGroup,
+    capacity: KVCapacity,
+    scratch_limit_bytes: int,
+    device: torch.device,
+):
+    """The parts of the core that a rank shares by: pages in ordinary memory, which RDMA can
+    register, and reads by a byte all-gather, which works on any group."""
+    from cp_shared_kv.integrations.sglang.pool import Sharing
+
+    scratch = Scratch(scratch_limit_bytes, device)
+    group = TorchGroup(process_group)
+
+    def make_buffer(nbytes: int) -> Buffer:
+        return PrivateBuffer(nbytes, device)
+
+    def make_reader(pool: KVPool) -> PrefixReader:
+        return FullViewReader(group, pool, scratch)
+
+    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader)

@@ -1,0 +1,38 @@
+"""What is set through the environment, for it reaches child processes whatever starts them."""
+
+from __future__ import annotations
+
+import os
+
+from cp_shared_kv.errors import ConfigError
+
+RUN_WITH_FLAG = "CPKV_SGLANG_RUN_WITH_FLAG"
+"""Set by the gate for its child processes: they wrap all that a shared pool needs."""
+ALL_RANKS_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
+"""SGLang's: prefill ranks all send, and decode waits for all of them. Needed on both sides."""
+
+SCRATCH_TOKENS = "CPKV_SGLANG_SCRATCH_TOKENS"
+
+
+def run_with_flag() -> bool:
+    """Whether this process belongs to a server that was started with the flag."""
+    return os.environ.get(RUN_WITH_FLAG) == "1"
+
+
+def scratch_tokens(context_tokens: int, chunk_tokens: int) -> int:
+    """Tokens of one batch, prefix and chunk together, that scratch is provisioned for.
+
+    The default is the longest context and a chunk. ConfigError for a setting that could not hold
+    one context.
+    """
+    text = os.environ.get(SCRATCH_TOKENS, "")
+    if not text:
+        return context_tokens + chunk_tokens
+    if not text.isdigit() or int(text) < context_tokens:
+        raise ConfigError(
+            SCRATCH_TOKENS,
+            value=text,
+            allowed=f"{context_tokens} or more, the longest context",
+            change="raise it, or lower --context-length",
+        )
+    return int(text)
