@@ -30,6 +30,7 @@ app.command(
     help="Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.",
 )
 app.command(serve)
+app.command("cp_shared_kv.cli.sglang:app", name="sglang", help="The plugin for SGLang.")
 
 
 def run() -> int:
