@@ -60,6 +60,10 @@ class CheckpointError(CpkvError, ValueError):
     """A model directory that is missing, truncated or of another shape than its config says."""
 
 
+class TraceError(CpkvError, ValueError):
+    """A request trace that cannot be read; the message names the file and the line."""
+
+
 class ProtocolError(CpkvError, ValueError):
     """A message that is malformed, too large, or not allowed in the present state."""
 

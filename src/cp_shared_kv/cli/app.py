@@ -9,7 +9,9 @@ from rich.console import Console
 
 from cp_shared_kv._version import __version__
 from cp_shared_kv.cli.help_layout import HELP_FORMATTER
+from cp_shared_kv.cli.plan import plan
 from cp_shared_kv.cli.serve import serve
+from cp_shared_kv.cli.simulate import simulate
 from cp_shared_kv.errors import CpkvError
 
 EXIT_ERROR = 1
@@ -29,7 +31,9 @@ app.command(
     name="demo",
     help="Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.",
 )
+app.command(plan)
 app.command(serve)
+app.command(simulate)
 app.command("cp_shared_kv.cli.sglang:app", name="sglang", help="The plugin for SGLang.")
 
 

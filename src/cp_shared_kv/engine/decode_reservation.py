@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cp_shared_kv.engine.decode_room import DecodeRoom
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
@@ -15,6 +15,9 @@ from cp_shared_kv.transfer.decode_session import DecodeSession
 from cp_shared_kv.transfer.descriptors import stripe_destinations
 from cp_shared_kv.transfer.messages import Reserve
 from cp_shared_kv.transfer.reservation import Reservation
+
+if TYPE_CHECKING:
+    from cp_shared_kv.engine.decode_room import DecodeRoom
 
 
 def reserve(pool: LogicalPool, room: DecodeRoom, *, epoch: int, cp_size: int) -> Reserve | None:
@@ -29,7 +32,7 @@ def reserve(pool: LogicalPool, room: DecodeRoom, *, epoch: int, cp_size: int) ->
         name,
         page_keys(room.offer.tokens(), pool.page_size),
         -(-tokens // pool.page_size),
-        arrange=partial(_striped, cp_size, prompt_pages),
+        arrange=partial(arrange_for_senders, cp_size, prompt_pages),
     )
     if admission is None:
         return None
@@ -54,10 +57,11 @@ def reserve(pool: LogicalPool, room: DecodeRoom, *, epoch: int, cp_size: int) ->
     )
 
 
-def _striped(
+def arrange_for_senders(
     cp_size: int, prompt_pages: int, drawn: LogicalPages, first_position: int
 ) -> LogicalPages:
-    """Lay out what prefill will send so that each owner's pages lie together."""
+    """The drawn pages in the order of positions: what prefill will send so that each owner's pages
+    lie together, then the rest."""
     sent = max(0, prompt_pages - first_position)
     striped = stripe_destinations(PhysicalPages(drawn[:sent]), first_position, cp_size)
     return LogicalPages(np.concatenate([striped, drawn[sent:]]))

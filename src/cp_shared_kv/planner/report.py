@@ -1,0 +1,129 @@
+"""Results of a sweep: tables for the terminal, one JSON for everything else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from cp_shared_kv.errors import CpkvError
+from cp_shared_kv.planner.provenance import provenance
+from cp_shared_kv.planner.sweep import Sweep
+from cp_shared_kv.planner.trace import Trace
+
+Row = dict[str, Any]
+"""One case, as `CaseResult.as_plain` gives it."""
+
+
+def results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, Any]:
+    """All of a sweep, with what it takes to run it again."""
+    return {
+        "simulation": trace.name,
+        **provenance(),
+        "trace": {
+            "format": trace.format,
+            "conversations": trace.conversations,
+            "requests": trace.requests,
+            "block_tokens": trace.block_tokens,
+        },
+        "settings": sweep.as_plain(),
+        "cases": list(rows),
+    }
+
+
+def write_results(content: dict[str, Any], path: Path) -> None:
+    """Write the JSON; CpkvError when that cannot be done."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(content, indent=1) + "\n")
+    except OSError as error:
+        raise CpkvError("--json cannot be written", value=f"{path} ({error.strerror})") from error
+
+
+def print_results(rows: Sequence[Row], console: Console) -> None:
+    """Cache and work, latencies, balance, and descriptors where they were counted."""
+    console.print(_cache_table(rows))
+    console.print(_latency_table(rows))
+    console.print(_balance_table(rows))
+    if any(row["descriptors"] for row in rows):
+        console.print(_descriptor_table(rows))
+
+
+def _cache_table(rows: Sequence[Row]) -> Table:
+    return _table(
+        "cache and work",
+        rows,
+        {
+            "hit rate": lambda row: f"{row['hit_rate']:.1%}",
+            "refused": lambda row: f"{row['refused_requests']:,}",
+            "computed": lambda row: _millions(row["computed_tokens"]),
+            "saved": lambda row: _millions(row["saved_tokens"]),
+            "evicted pages": lambda row: f"{row['evicted_pages']:,}",
+            "prefill busy": lambda row: f"{row['prefill_busy']:.0%}",
+        },
+    )
+
+
+def _latency_table(rows: Sequence[Row]) -> Table:
+    columns: dict[str, Callable[[Row], str]] = {}
+    for what, name in (("queue", "queue_seconds"), ("first token", "first_token_seconds")):
+        for quantile in ("p50", "p90", "p99"):
+            columns[f"{what} {quantile}"] = lambda row, name=name, quantile=quantile: _seconds(
+                row[name], quantile
+            )
+    return _table("seconds until pages are drawn, and to first token", rows, columns)
+
+
+def _balance_table(rows: Sequence[Row]) -> Table:
+    def cell(name: str, quantile: str) -> Callable[[Row], str]:
+        return lambda row: f"{row[name][quantile]:.3f}" if row[name] else ""
+
+    columns = {
+        f"{what} {quantile}": cell(name, quantile)
+        for what, name in (
+            ("busiest", "busiest_owner_over_ideal"),
+            ("least possible", "least_possible_busiest_owner"),
+        )
+        for quantile in ("p50", "p99")
+    }
+    return _table("pages of a request's busiest owner over an even share", rows, columns)
+
+
+def _descriptor_table(rows: Sequence[Row]) -> Table:
+    def cell(of: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: of(row["descriptors"]) if row["descriptors"] else ""
+
+    columns = {
+        "pages p50": cell(lambda found: f"{found['pages']['p50']:,.0f}"),
+        "plain p50": cell(lambda found: f"{found['plain']['p50']:,.0f}"),
+        "striped p50": cell(lambda found: f"{found['striped']['p50']:,.0f}"),
+        "plain p99": cell(lambda found: f"{found['plain']['p99']:,.0f}"),
+        "striped p99": cell(lambda found: f"{found['striped']['p99']:,.0f}"),
+        "fewer, in all": cell(
+            lambda found: f"{found['plain_total'] / found['striped_total']:.1f} x"
+        ),
+    }
+    return _table("descriptors of a transfer, for one layer and kind of page", rows, columns)
+
+
+def _table(title: str, rows: Sequence[Row], columns: dict[str, Callable[[Row], str]]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("pool", "users", *columns):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in rows:
+        users = "-" if row["users"] is None else f"{row['users']:,}"
+        table.add_row(f"{row['multiplier']} x", users, *(cell(row) for cell in columns.values()))
+    return table
+
+
+def _millions(tokens: int) -> str:
+    return f"{tokens / 1e6:,.0f} M"
+
+
+def _seconds(quantiles: dict[str, float] | None, name: str) -> str:
+    return "" if quantiles is None else f"{quantiles[name]:,.2f}"

@@ -1,0 +1,192 @@
+"""Many runs of one trace: pool multipliers against user counts."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.layout.capacity import KVCapacity
+from cp_shared_kv.memory.pool_sizes import PoolSizes
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.planner.arrivals import Arrivals, ClosedLoop, OpenLoop
+from cp_shared_kv.planner.cost_model import CostModel
+from cp_shared_kv.planner.outcome import Outcome
+from cp_shared_kv.planner.rates import Rates
+from cp_shared_kv.planner.simulate import AnswerTimes, Scenario, Simulation
+from cp_shared_kv.planner.trace import Trace
+from cp_shared_kv.planner.weight_bytes import WeightBytes, WeightSplit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sweep:
+    """What all runs have in common. `users` None is an open loop at recorded times.
+
+    A pool multiplier is how many of the `cp_size` ranks share pages: 1 is a replicated group, N a
+    shared one. All ranks compute in any case.
+    """
+
+    model: ModelConfig
+    weights: WeightBytes
+    sizes: PoolSizes
+    rates: Rates
+    cp_size: int
+    physical_tokens: int
+    context_length: int
+    multipliers: tuple[int, ...]
+    users: tuple[int, ...] | None
+    requests: int
+    chunk_tokens: int = 8192
+    groups: int = 1
+    router_policy: RouterPolicy = "longest_prefix"
+    answers: AnswerTimes = "modelled"
+    decode_seconds_per_token: float = 0.02
+    descriptors: bool = False
+    decode_tokens: int | None = None
+    longest_think_seconds: float = 1800.0
+    ramp_seconds: float = 0.0
+    speed: float = 1.0
+    conversation_every_seconds: float | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for multiplier in self.multipliers:
+            if not 1 <= multiplier <= self.cp_size:
+                raise ConfigError(
+                    "--pool-multipliers has one that is out of range",
+                    value=multiplier,
+                    allowed=f"1 to {self.cp_size}, the ranks that can share pages",
+                    change="raise --attention-context-parallel-size",
+                )
+        if self.requests < 1:
+            raise ConfigError(
+                "--requests is out of range", value=self.requests, allowed="1 or more"
+            )
+
+    def cases(self) -> list[Case]:
+        """Every multiplier with every number of users."""
+        counts: tuple[int | None, ...] = (None,) if self.users is None else self.users
+        return [Case(multiplier, users) for users in counts for multiplier in self.multipliers]
+
+    def scenario(self, case: Case) -> Scenario:
+        """What is simulated for a case. CapacityError for a pool without a page."""
+        capacity = KVCapacity.from_tokens(
+            self.physical_tokens, self.sizes.page_size, case.multiplier
+        )
+        costs = CostModel(
+            self.model,
+            self.sizes,
+            self.rates,
+            self.weights,
+            WeightSplit(self.cp_size),
+            cp_size=self.cp_size,
+            owners=case.multiplier,
+        )
+        decode_tokens = self.decode_tokens or capacity.logical_tokens
+        return Scenario(
+            capacity=capacity,
+            costs=costs,
+            context_length=self.context_length,
+            chunk_tokens=self.chunk_tokens,
+            groups=self.groups,
+            router_policy=self.router_policy,
+            answers=self.answers,
+            decode_seconds_per_token=self.decode_seconds_per_token,
+            decode_tokens=decode_tokens if self.descriptors else None,
+        )
+
+    def arrivals(self, trace: Trace, case: Case) -> Arrivals:
+        """Who asks in a case: the same requests in the same order for every multiplier."""
+        if case.users is None:
+            return OpenLoop(
+                trace,
+                self.requests,
+                speed=self.speed,
+                conversation_every_seconds=self.conversation_every_seconds,
+                seed=self.seed,
+            )
+        return ClosedLoop(
+            trace,
+            self.requests,
+            users=case.users,
+            longest_think_seconds=self.longest_think_seconds,
+            ramp_seconds=self.ramp_seconds,
+            seed=self.seed,
+        )
+
+    def as_plain(self) -> dict[str, Any]:
+        """The settings, for reports."""
+        return {
+            "model": self.model.model_type,
+            "layers": self.model.num_hidden_layers,
+            "index_layers": len(self.model.index_layers),
+            "bytes_per_token": self.sizes.bytes_per_token,
+            "page_size": self.sizes.page_size,
+            "cp_size": self.cp_size,
+            "physical_tokens": self.physical_tokens,
+            "context_length": self.context_length,
+            "requests": self.requests,
+            "chunk_tokens": self.chunk_tokens,
+            "groups": self.groups,
+            "router_policy": self.router_policy,
+            "answers": self.answers,
+            "decode_seconds_per_token": self.decode_seconds_per_token,
+            "longest_think_seconds": self.longest_think_seconds,
+            "ramp_seconds": self.ramp_seconds,
+            "speed": self.speed,
+            "conversation_every_seconds": self.conversation_every_seconds,
+            "seed": self.seed,
+            "rates": self.rates.as_plain(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One run of a sweep."""
+
+    multiplier: int
+    users: int | None
+
+    def __str__(self) -> str:
+        who = "recorded times" if self.users is None else f"{self.users} users"
+        return f"{self.multiplier}x, {who}"
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """A case and what it found."""
+
+    case: Case
+    logical_tokens: int
+    outcome: Outcome
+
+    def as_plain(self) -> dict[str, Any]:
+        """One row of a file of results."""
+        return {
+            "multiplier": self.case.multiplier,
+            "users": self.case.users,
+            "logical_tokens": self.logical_tokens,
+            **self.outcome.as_plain(),
+            "peak_memory_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024,
+        }
+
+
+SweepProgress = Callable[[Case, int], None]
+"""Told the case that runs and how many of its requests are over."""
+
+
+def run_sweep(sweep: Sweep, trace: Trace, on_progress: SweepProgress) -> Iterator[CaseResult]:
+    """Run case after case, giving each result as it is there.
+
+    ConfigError and CapacityError for settings that do not go with the trace come before any run.
+    """
+    cases = sweep.cases()
+    prepared = [(sweep.scenario(case), sweep.arrivals(trace, case)) for case in cases]
+    for case, (scenario, arrivals) in zip(cases, prepared, strict=True):
+        simulation = Simulation(
+            scenario, trace, arrivals, lambda done, case=case: on_progress(case, done)
+        )
+        yield CaseResult(case, scenario.capacity.logical_tokens, simulation.run())
