@@ -198,6 +198,13 @@ class ConnectDecode(_Message, frozen=True, kw_only=True, tag="connect_decode"):
     address: str
     hello: Hello
 
+    def __post_init__(self) -> None:
+        if self.hello.role != "decode" or not self.hello.regions:
+            raise ValueError(
+                f"{self.hello.role} with {len(self.hello.regions)} regions of memory; "
+                "allowed: decode with one or more"
+            )
+
 
 class DisconnectDecode(_Message, frozen=True, kw_only=True, tag="disconnect_decode"):
     """A decode worker's process is gone: its rooms end, and nobody is told."""

@@ -19,7 +19,7 @@ from cp_shared_kv.engine.recording import LogitsLog
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.engine.transfer_sender import TransferSender
-from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.errors import LayoutError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, Positions
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.full_view import FullViewReader
@@ -124,7 +124,10 @@ class RankEpoch:
         )
         if self._flip_before == batch.batch_id:
             self._flip_a_bit(batch)
-        tokens = self._runner.execute(batch, self._sampling)
+        try:
+            tokens = self._runner.execute(batch, self._sampling)
+        except LayoutError as error:
+            raise ProtocolError(f"batch {batch.batch_id} contradicts itself: {error}") from error
         self._to_controller(
             BatchDone(
                 rank=self._group.cp_rank,
