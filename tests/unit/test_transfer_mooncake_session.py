@@ -55,6 +55,27 @@ def test_what_is_no_receiver_of_this_host_is_refused(
     assert (refused.value.kind, refused.value.quiescent) == ("unreachable", True)
 
 
+def test_a_receiver_of_another_host_is_taken_only_where_other_hosts_are_allowed() -> None:
+    info = PeerInfo("decode-7@192.0.2.7:15001", (POOL, LIFE))
+    with pytest.raises(TransferError, match="on another host"):
+        MooncakePeer.of(info)
+    peer = MooncakePeer.of(info, other_hosts=True)
+    assert (peer.endpoint, peer.elsewhere) == ("192.0.2.7:15001", True)
+
+
+def test_only_the_loopback_address_that_is_the_default_counts_as_this_host() -> None:
+    for host, elsewhere in {"127.0.0.1": False, "127.0.0.2": True}.items():
+        info = PeerInfo(f"decode-7@{host}:15001", (POOL, LIFE))
+        assert MooncakePeer.of(info, other_hosts=True).elsewhere is elsewhere
+        assert not MooncakePeer.of(info).elsewhere
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "224.0.0.1", "999.0.0.1"])
+def test_an_address_of_no_host_is_refused_whatever_is_allowed(host: str) -> None:
+    with pytest.raises(TransferError, match="names no host"):
+        MooncakePeer.of(PeerInfo(f"decode-7@{host}:15001", (POOL, LIFE)), other_hosts=True)
+
+
 @pytest.mark.parametrize("name", ["", ".hidden", "a@b", "a b", "x" * 151])
 def test_a_name_that_cannot_travel_is_refused(name: str) -> None:
     with pytest.raises(ConfigError, match="1 to 150"):

@@ -11,7 +11,11 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cp_shared_kv.transfer.mooncake_sockets import ended_connections, listening_ports
+from cp_shared_kv.transfer.mooncake_sockets import (
+    ended_connections,
+    listening_ports,
+    open_connections,
+)
 
 SENDER = """
 import socket, sys
@@ -105,3 +109,23 @@ def test_other_ports_do_not_count(listener: socket.socket) -> None:
             kill(sender)
             until(lambda: ended_connections({listener.getsockname()[1]}) > 0)
             assert not ended_connections({other.getsockname()[1]})
+
+
+def test_a_connection_is_open_from_before_it_is_accepted_until_it_is_read_to_its_end(
+    listener: socket.socket,
+) -> None:
+    ports = {listener.getsockname()[1]}
+    assert open_connections(ports) == frozenset()
+    sender = started_sender(listener, 1)
+    (first,) = open_connections(ports)
+    connection, _ = listener.accept()
+    with connection:
+        other = started_sender(listener, 1)
+        assert first in open_connections(ports)
+        assert len(open_connections(ports)) == 2
+        kill(sender)
+        while connection.recv(1 << 20):
+            assert first in open_connections(ports)
+    until(lambda: first not in open_connections(ports))
+    assert len(open_connections(ports)) == 1  # the other lives
+    kill(other)

@@ -44,6 +44,8 @@ class MooncakeLane:
         self._progress_at = 0.0
         self._lost: TransferError | None = self._error("peer has not answered yet", "unreachable")
         """Why the peer cannot be written to."""
+        self._doubt: TransferError | None = None
+        """A write of which nobody can tell any more whether it can land."""
         self._closing = False
         self._life = np.zeros(LIFE_BYTES, dtype=np.uint8)
         self._expected_life = proof_of_life(peer.info.session_id)
@@ -70,6 +72,8 @@ class MooncakeLane:
         """
         with self._changed:
             self._check_open()
+            if self._doubt is not None:
+                raise self._doubt
             if self._lost is not None and self._is_idle():
                 self._enqueue(MooncakeWrite())
             self._changed.wait_for(lambda: self._lost is None or self._is_idle(), limit_seconds)
@@ -115,8 +119,11 @@ class MooncakeLane:
         while (write := self._next()) is not None:
             error = self._carry_out(write)
             write.release()
-            lost = error is not None and error.kind == "unreachable"
             with self._changed:
+                doubtful = error is not None and self.peer.elsewhere and write.submitted
+                if error is not None and doubtful:
+                    error = self._doubt = self._error(error.what, error.kind, quiescent=False)
+                lost = error is not None and (doubtful or error.kind == "unreachable")
                 self._current = None
                 given_up = write.given_up
                 if lost or (error is None and not given_up):

@@ -60,10 +60,12 @@ class MooncakePeer:
     life: Region
     regions: dict[str, Region]
     """What may be written to, by name."""
+    elsewhere: bool
+    """On another host: then a lost connection does not prove that it applies nothing more."""
 
     @classmethod
-    def of(cls, info: PeerInfo) -> MooncakePeer:
-        """TransferError (`unreachable`) unless it is a receiver of this host."""
+    def of(cls, info: PeerInfo, *, other_hosts: bool = False) -> MooncakePeer:
+        """TransferError (`unreachable`) unless it is a receiver, of this host or `other_hosts`."""
         found = _SESSION_ID.match(info.session_id)
         if found is None or not 0 < int(found["port"]) < 1 << 16:
             raise _refused("session id is not one of a Mooncake receiver", info, info.session_id)
@@ -71,8 +73,9 @@ class MooncakePeer:
             host = ipaddress.ip_address(found["host"])
         except ValueError:
             raise _refused("session id names no host", info, info.session_id) from None
-        if not host.is_loopback:
-            # Elsewhere a lost connection does not prove that the peer applies nothing more.
+        if host.is_unspecified or host.is_multicast:
+            raise _refused("session id names no host", info, info.session_id)
+        if not (host.is_loopback or other_hosts):
             raise _refused("peer is on another host; allowed: a loopback address", info, host)
         *regions, life = info.regions or (Region("none", 1),)
         if life.nbytes != LIFE_BYTES or not life.name.endswith(LIFE_SUFFIX):
@@ -81,7 +84,8 @@ class MooncakePeer:
         if nowhere:
             raise _refused("region of the peer has no address", info, nowhere[0])
         endpoint = f"{found['host']}:{found['port']}"
-        return cls(info, endpoint, life, {region.name: region for region in regions})
+        elsewhere = other_hosts and str(host) != LOOPBACK
+        return cls(info, endpoint, life, {region.name: region for region in regions}, elsewhere)
 
 
 def _refused(what: str, info: PeerInfo, value: object) -> TransferError:

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-_ESTABLISHED, _TIME_WAIT, _LISTEN = 1, 6, 10
+_ESTABLISHED, _SYN_RECV, _TIME_WAIT, _CLOSE_WAIT, _LISTEN = 1, 3, 6, 8, 10
 
 
 def listening_ports() -> frozenset[int]:
@@ -32,10 +32,23 @@ def ended_connections(ports: Collection[int]) -> int:
     )
     # A sender that has gone leaves the kernel to deliver what it had written.
     there = sum(
-        remote_port in ports and state not in (_ESTABLISHED, _TIME_WAIT)
-        for remote_port, state in _remote_ends()
+        _port(remote) in ports and state not in (_ESTABLISHED, _TIME_WAIT)
+        for _, remote, state in _connections()
     )
     return here + there
+
+
+def open_connections(ports: Collection[int]) -> frozenset[str]:
+    """The connections to these ports, by both ends, on which their sender may yet write or that are
+    not read to their end. Those that were not accepted yet are among them.
+
+    A sender of another host that has gone leaves one as it is until its end of file arrives here.
+    """
+    return frozenset(
+        f"{local}-{remote}"
+        for local, remote, state in _connections()
+        if _port(local) in ports and state in (_ESTABLISHED, _SYN_RECV, _CLOSE_WAIT)
+    )
 
 
 def _own_sockets() -> Iterator[tuple[int, int]]:
@@ -59,11 +72,15 @@ def _own_sockets() -> Iterator[tuple[int, int]]:
                 yield found.getsockname()[1], state
 
 
-def _remote_ends() -> Iterator[tuple[int, int]]:
-    """(remote port, TCP state) of each TCP connection in this network namespace."""
+def _connections() -> Iterator[tuple[str, str, int]]:
+    """(local end, remote end, TCP state) of each TCP socket in this network namespace."""
     for table in ("tcp", "tcp6"):
         path = Path("/proc/self/net", table)
         if path.exists():
             for line in path.read_text().splitlines()[1:]:
                 fields = line.split()
-                yield int(fields[2].rpartition(":")[2], 16), int(fields[3], 16)
+                yield fields[1], fields[2], int(fields[3], 16)
+
+
+def _port(end: str) -> int:
+    return int(end.rpartition(":")[2], 16)

@@ -1,8 +1,9 @@
-"""The receiving end of Mooncake transfers: memory that senders of this host write to."""
+"""The receiving end of Mooncake transfers: memory that senders write to."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from cp_shared_kv.errors import TransferError
 from cp_shared_kv.memory.buffers import Buffer
@@ -13,22 +14,27 @@ from cp_shared_kv.transfer.mooncake_session import (
     proof_of_life,
     session_id_at,
 )
-from cp_shared_kv.transfer.mooncake_sockets import ended_connections, listening_ports
+from cp_shared_kv.transfer.mooncake_sockets import (
+    ended_connections,
+    listening_ports,
+    open_connections,
+)
 from cp_shared_kv.transfer.regions import Region
 
 
 class MooncakeTarget:
     """KVTarget whose engine writes what arrives, from a thread of its own, into exposed memory.
 
-    `name` is this life's, with its epoch; the session id is made of it and of the endpoint. The
-    engine listens on all addresses of the machine and asks nobody who they are: whoever reaches
-    its ports can read and write what is exposed. StartupError without the wheel.
+    `name` is this life's, with its epoch; the session id is made of it and of the endpoint. `host`
+    is the address that senders use. Whatever it is, the engine listens on all addresses of the
+    machine and asks nobody who they are: whoever reaches its ports can read and write what is
+    exposed. StartupError without the wheel.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, host: str = LOOPBACK) -> None:
         self._lock = threading.Lock()
         before = listening_ports()
-        engine = MooncakeEngine(LOOPBACK)
+        engine = MooncakeEngine(host)
         self._ports = listening_ports() - before
         self._engine: MooncakeEngine | None = engine
         self._session_id = session_id_at(name, engine.endpoint)
@@ -62,9 +68,16 @@ class MooncakeTarget:
             self._buffers[region] = buffer
         return region
 
-    def settled(self) -> bool:
-        """Everything has been read that senders had written when they ended."""
-        return not ended_connections(self._ports)
+    def connections(self) -> frozenset[str]:
+        """The connections on which something may come now, the kernel's queues included."""
+        return open_connections(self._ports)
+
+    def settled(self, before: Collection[str] = ()) -> bool:
+        """Everything has been read that senders had written when they ended, and none of the
+        connections `before` is open."""
+        if ended_connections(self._ports):
+            return False
+        return not before or self.connections().isdisjoint(before)
 
     def close(self) -> None:
         """Take nothing more; waits up to a second, in which no Python thread runs."""

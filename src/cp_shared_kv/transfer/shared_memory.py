@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -203,7 +203,11 @@ class SharedMemoryTarget:
         self._regions.append(Region(buffer.name, buffer.nbytes))
         return self._regions[-1]
 
-    def settled(self) -> bool:
+    def connections(self) -> frozenset[str]:
+        """None: senders write by themselves."""
+        return frozenset()
+
+    def settled(self, before: Collection[str] = ()) -> bool:  # noqa: ARG002
         """Always: nothing is ever under way without its sender."""
         return True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
@@ -134,10 +135,15 @@ class KVTarget(Protocol):
         """Let peers write to `buffer`. It must stay open until this end is closed."""
         ...
 
-    def settled(self) -> bool:
+    def connections(self) -> frozenset[str]:
+        """The ways on which something of any sender may come at this moment; for `settled`."""
+        ...
+
+    def settled(self, before: Collection[str] = ()) -> bool:
         """True: of what senders wrote whose processes have ended, nothing can land any more.
 
-        Ask before the pages of a dead sender's rooms are reused; while False, ask again.
+        Ask before the pages of a dead sender's rooms are reused; while False, ask again. If it may
+        have been on another host, `before` are the `connections` of a moment after its death.
         """
         ...
 
