@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from cp_shared_kv.server.choices import (
     TokenCounts,
     all_choices,
     one_choice,
-    until_deadline,
 )
 from cp_shared_kv.server.disconnect import ClientGoneError, while_connected
 from cp_shared_kv.server.engine_client import EngineClient
@@ -32,6 +30,7 @@ from cp_shared_kv.server.metrics import ServerMetrics
 from cp_shared_kv.server.request_body import LingeringResponse, read_body
 from cp_shared_kv.server.request_limits import RequestLimits
 from cp_shared_kv.server.tokenizer import Tokenizer
+from cp_shared_kv.server.under_way import AnswerEnd, AnswersUnderWay
 
 
 @dataclass(frozen=True)
@@ -58,6 +57,7 @@ class Answering:
     description: EngineDescription
     limits: RequestLimits
     metrics: ServerMetrics
+    under_way: AnswersUnderWay
 
     async def respond(self, request: Request, understand: Understand) -> Response:
         """Answer one request, whose body `understand` turns into a call or an `ApiError`."""
@@ -87,9 +87,8 @@ class Answering:
                 for index in range(call.choices)
             ]
         )
-        if call.timeout_seconds is not None:
-            deadline = asyncio.get_running_loop().time() + call.timeout_seconds - record.age_seconds
-            pieces = until_deadline(pieces, deadline, call.timeout_seconds)
+        end = AnswerEnd(call.choices, call.timeout_seconds, record)
+        pieces = self.under_way.watched(pieces, end, [answer.id, record.request_id, *call.names])
         if not call.stream:
             return await _whole(answer, call.choices, pieces, counts)
         # The response starts with the first piece, so that a refusal still has its own status.
@@ -100,6 +99,7 @@ class Answering:
             pieces,
             counts,
             record,
+            end,
             include_usage=call.include_usage,
             continuous_usage=call.continuous_usage,
         )

@@ -11,6 +11,7 @@ from starlette.routing import Route
 
 from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.errors import CheckpointError
+from cp_shared_kv.server.abort import AbortRequests
 from cp_shared_kv.server.access_log import AccessLog
 from cp_shared_kv.server.answering import Answering
 from cp_shared_kv.server.api_error import ApiError, answer_api_error, answer_http_exception
@@ -28,6 +29,7 @@ from cp_shared_kv.server.pages import Pages
 from cp_shared_kv.server.request_limits import RequestLimits
 from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
+from cp_shared_kv.server.under_way import AnswersUnderWay
 
 
 def create_app(
@@ -55,7 +57,10 @@ def create_app(
     gate = gate or Gate()
     metrics = ServerMetrics()
     pages = Pages(client, description, metrics, gate, enable_metrics=settings.enable_metrics)
-    answering = Answering(client, tokenizer, description, RequestLimits(description), metrics)
+    under_way = AnswersUnderWay()
+    answering = Answering(
+        client, tokenizer, description, RequestLimits(description), metrics, under_way
+    )
     defaults = defaults or GenerationDefaults()
     completions = Completions(answering, defaults)
     chat = ChatCompletions(answering, defaults, chat_template)
@@ -67,6 +72,7 @@ def create_app(
         Route("/v1/loads", pages.loads),
         Route("/health", pages.health),
         Route("/health_generate", pages.health_generate),
+        Route("/abort_request", AbortRequests(under_way).create, methods=["POST"]),
         Route("/flush_cache", pages.flush_cache, methods=["POST"]),
         Route("/debug/invariants", pages.invariants),
         Route("/server_info", pages.server_info),

@@ -8,7 +8,6 @@ from contextlib import aclosing
 from dataclasses import dataclass
 
 from cp_shared_kv.engine.api import TokenChunk
-from cp_shared_kv.server.api_error import ApiError
 from cp_shared_kv.server.choice_text import ChoiceText, Piece
 from cp_shared_kv.server.generation import RequestMeter
 from cp_shared_kv.server.openai_schema import Usage
@@ -86,29 +85,6 @@ async def all_choices(choices: Sequence[AsyncGenerator[Piece]]) -> Pieces:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until_deadline(pieces: Pieces, deadline: float, timeout_seconds: float) -> Pieces:
-    """The same pieces, while the event loop's clock is before `deadline`.
-
-    Raises `ApiError` 504 at it, with everything behind `pieces` closed.
-    """
-    async with aclosing(pieces):
-        while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    item = await anext(pieces)
-            except StopAsyncIteration:
-                return
-            except TimeoutError:
-                raise ApiError(
-                    504,
-                    f"the answer was not complete within the request's timeout of "
-                    f"{timeout_seconds:g} s",
-                    param="timeout",
-                    code="timeout",
-                ) from None
-            yield item
 
 
 async def _pump(

@@ -17,6 +17,7 @@ from cp_shared_kv.server.api_error import SERVER_STOPPING, ApiError
 from cp_shared_kv.server.choice_text import Piece
 from cp_shared_kv.server.choices import Pieces, TokenCounts
 from cp_shared_kv.server.disconnect import ClientGoneError, while_connected
+from cp_shared_kv.server.under_way import AnswerEnd
 
 _HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -40,6 +41,7 @@ class EventStream(Response):
         pieces: Pieces,
         counts: TokenCounts,
         record: RequestRecord,
+        end: AnswerEnd,
         *,
         include_usage: bool,
         continuous_usage: bool,
@@ -47,7 +49,7 @@ class EventStream(Response):
         super().__init__(headers=_HEADERS)
         del self.headers["content-length"]
         self._answer, self._first, self._pieces = answer, first, pieces
-        self._counts, self._record = counts, record
+        self._counts, self._record, self._end = counts, record, end
         self._include_usage, self._continuous_usage = include_usage, continuous_usage
 
     async def __call__(
@@ -59,7 +61,7 @@ class EventStream(Response):
         """Send the events as they come."""
         try:
             await while_connected(receive, self._send(send))
-        except ClientGoneError:
+        except (ClientGoneError, TimeoutError):
             self._record.client_gone = True
         except asyncio.CancelledError:
             # The server stops and will not wait any longer.
@@ -78,7 +80,9 @@ class EventStream(Response):
         async with aclosing(self._events()) as events:
             async for event in events:
                 body = _event(event)
-                await send({"type": "http.response.body", "body": body, "more_body": True})
+                # While the client does not read, this waits: its time runs all the same.
+                async with asyncio.timeout_at(self._end.deadline):
+                    await send({"type": "http.response.body", "body": body, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self) -> AsyncGenerator[bytes]:

@@ -19,6 +19,8 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024
 """Of one stop string; so much output may have to be held back."""
 
+MAX_NAME_CHARACTERS = 256
+
 _BOUNDED = (
     "temperature",
     "top_p",
@@ -45,6 +47,8 @@ class GenerationCall:
     stream: bool
     include_usage: bool
     continuous_usage: bool
+    names: tuple[str, ...]
+    """By which the client may end it."""
 
     def sampling_of(self, index: int) -> Sampling:
         """The sampling of one choice. The first has the request's own seed, so that it is the
@@ -96,6 +100,7 @@ def checked_call(
         stream=stream,
         include_usage=bool(options.include_usage),
         continuous_usage=bool(options.include_usage and options.continuous_usage_stats),
+        names=_names(fields),
     )
 
 
@@ -175,6 +180,19 @@ def _logit_bias(given: Mapping[str, float], vocab_size: int) -> dict[int, float]
     if len(bias) < len(given):
         raise ApiError(400, "logit_bias names a token twice", param="logit_bias")
     return bias
+
+
+def _names(fields: GenerationFields) -> tuple[str, ...]:
+    given = {"rid": fields.rid, "request_id": fields.request_id}
+    names = {field: name for field, name in given.items() if name is not None}
+    for field, name in names.items():
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS:
+            raise ApiError(
+                400,
+                f"{field} has {len(name)} characters; allowed: 1 to {MAX_NAME_CHARACTERS}",
+                param=field,
+            )
+    return tuple(names.values())
 
 
 def _stop_token_ids(given: list[int], vocab_size: int) -> tuple[int, ...]:

@@ -17,8 +17,6 @@ IGNORED_FIELDS = frozenset(
         "priority",
         "prompt_cache_key",
         "prompt_cache_retention",
-        "request_id",
-        "rid",
         "safety_identifier",
         "service_tier",
         "store",

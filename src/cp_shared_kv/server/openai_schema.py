@@ -8,8 +8,9 @@ import msgspec
 
 Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 
-ShownFinishReason = Literal["stop", "length"]
-"""stop: an end-of-sequence token, one of stop_token_ids or a stop string; length: max_tokens."""
+ShownFinishReason = Literal["stop", "length", "abort"]
+"""stop: an end-of-sequence token, one of stop_token_ids or a stop string; length: max_tokens;
+abort: POST /abort_request, as in SGLang and vLLM."""
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -25,7 +26,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     Absent sampling fields take what the checkpoint's generation_config.json says, then OpenAI's
     defaults: temperature 1, everything else off. `top_k`, `min_p`, `repetition_penalty`,
     `stop_token_ids`, `min_tokens` and `ignore_eos` are the additions that vLLM and SGLang made;
-    `timeout` (seconds) is this server's. Bounds are in `generation_call`.
+    `timeout` (seconds) is this server's. `rid` (SGLang's name) or `request_id` (vLLM's) names the
+    request for /abort_request. Bounds are in `generation_call`.
     """
 
     model: str
@@ -48,6 +50,8 @@ class GenerationFields(msgspec.Struct, kw_only=True):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timeout: float | None = None
+    rid: str | None = None
+    request_id: str | None = None
     skip_special_tokens: bool | None = None
     spaces_between_special_tokens: bool | None = None
 

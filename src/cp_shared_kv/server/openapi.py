@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from cp_shared_kv.server.abort import AbortBody, Aborted
 from cp_shared_kv.server.chat_schema import ChatBody, ChatChunk, ChatCompletion
 from cp_shared_kv.server.completion_schema import Completion, CompletionBody
 from cp_shared_kv.server.loads import Loads
@@ -45,6 +46,9 @@ OPERATIONS = (
     Operation("get", "/v1/loads", "How busy the engine is", answer=Loads),
     Operation("get", "/health", "Whether the engine's processes answer", answer=Health),
     Operation("get", "/health_generate", "Whether a token comes out of the engine", answer=Health),
+    Operation(
+        "post", "/abort_request", "End answers that are under way", AbortBody, answer=Aborted
+    ),
     Operation("post", "/flush_cache", "Drop cached prefixes that nobody uses", answer=Flushed),
     Operation("get", "/debug/invariants", "Every process checks its books now", answer=Invariants),
     Operation("get", "/server_info", "Settings, sizes and use of the engine"),
@@ -70,7 +74,8 @@ class ErrorBody(msgspec.Struct):
     """Every answer with a status of 400 or more, and the last event of a stream that failed.
 
     503 comes with Retry-After: the queue is full (code `overloaded`), or the server or its engine
-    is not there (`unavailable`). 504 (`timeout`): the request's own `timeout` has passed.
+    is not there (`unavailable`). 504 (`timeout`): the request's own `timeout` has passed. 408
+    (`request_timeout`): the body did not come.
     """
 
     error: ErrorDetail
