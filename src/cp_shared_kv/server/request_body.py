@@ -12,12 +12,15 @@ from starlette.types import Receive, Scope, Send
 from cp_shared_kv.server.api_error import ApiError
 from cp_shared_kv.server.disconnect import ClientGoneError
 
+BODY_SECONDS = 300.0
+"""For all of a body; a prompt of a million tokens is some 30 MB."""
 _LINGER_SECONDS = 5.0
 
 
 async def read_body(request: Request, limit_bytes: int) -> bytes:
     """The whole body. Raises `ApiError` 413 without reading it where its length is declared, else
-    as soon as it passes the limit; `ClientGoneError` when the client does not send all of it."""
+    as soon as it passes the limit; 408 when it takes too long; `ClientGoneError` when the client
+    goes before all of it is there."""
     too_large = ApiError(
         413,
         f"the body is larger than {limit_bytes} bytes, which is enough for any prompt that this "
@@ -28,10 +31,18 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         raise too_large
     body = bytearray()
     try:
-        async for part in request.stream():
-            body += part
-            if len(body) > limit_bytes:
-                raise too_large
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > limit_bytes:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(
+            408,
+            f"the body was not complete within {BODY_SECONDS:g} s",
+            code="request_timeout",
+            headers={"connection": "close"},
+        ) from None
     except ClientDisconnect:
         raise ClientGoneError from None
     return bytes(body)

@@ -14,6 +14,7 @@ from starlette.applications import Starlette
 
 from cp_shared_kv.errors import StartupError
 from cp_shared_kv.server.drain import Gate
+from cp_shared_kv.server.patience import PatientProtocol
 
 DRAIN_SECONDS = 5
 """How long answers under way may go on after the server was told to stop."""
@@ -84,6 +85,7 @@ async def serve(
     url = f"http://{_for_url(host)}:{port}"
     config = uvicorn.Config(
         app,
+        http=PatientProtocol,
         lifespan="off",
         ws="none",
         log_config=None,
