@@ -19,7 +19,7 @@ from cp_shared_kv.planner.gpus import gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named
 from cp_shared_kv.planner.plot import draw_plots
 from cp_shared_kv.planner.rates import Rates
-from cp_shared_kv.planner.report import Row, print_results, results, write_results
+from cp_shared_kv.planner.report import Row, all_results, print_results, write_results
 from cp_shared_kv.planner.simulate import AnswerTimes
 from cp_shared_kv.planner.sweep import Case, Sweep, SweepProgress, run_sweep
 from cp_shared_kv.planner.trace_files import read_trace
@@ -58,8 +58,9 @@ def simulate(
     decode_max_total_tokens: int | None = None,
     gpu_results: Path | None = None,
     seed: int = 0,
-    json_file: Annotated[Path | None, Parameter(name="--json")] = None,
+    results: Path | None = None,
     plots: Path | None = None,
+    as_json: Annotated[bool, Parameter(name="--json")] = False,
 ) -> int:
     """Replay a trace through the engine's scheduler, pool and router, on a model of its costs.
 
@@ -79,7 +80,7 @@ def simulate(
     many groups behind a router:
 
     ```
-    cpkv simulate agentic.jsonl --users 8,16,32,64 --plots plots --json sweep.json
+    cpkv simulate agentic.jsonl --users 8,16,32,64 --plots plots --results sweep.json
     cpkv simulate mooncake.jsonl --speed 2
     cpkv simulate agentic.jsonl --users 1000 --prefill-groups 64 --pool-multipliers 8
     ```
@@ -136,10 +137,12 @@ def simulate(
         A results file of `python -m benchmarks.gpu`: what it has measured replaces assumed rates.
     seed
         Of the order in which conversations are dealt.
-    json_file
-        Write all figures there, with commit, versions and settings; `-` is stdout.
+    results
+        File for all figures as JSON, with commit, versions and settings.
     plots
         Directory for pictures of hit rate, time to first token, balance (needs the extra `plots`).
+    as_json
+        Write the same JSON to stdout instead of tables.
     """
     recorded = read_trace(trace)
     config = model_named(model)
@@ -189,13 +192,13 @@ def simulate(
     )
     with _bar(sweep.cases(), sweep.requests) as show:
         rows: list[Row] = [found.as_plain() for found in run_sweep(sweep, recorded, show)]
-    content = results(sweep, recorded, rows)
-    if str(json_file) == "-":
+    content = all_results(sweep, recorded, rows)
+    if as_json:
         print(json.dumps(content, indent=1))
     else:
         print_results(rows, Console(highlight=False))
-        if json_file is not None:
-            write_results(content, json_file)
+    if results is not None:
+        write_results(content, results)
     if plots is not None:
         tokens = f"{sweep.physical_tokens:,} tokens a rank"
         _say(draw_plots(rows, plots, f"{recorded.name}: {sweep.requests:,} requests, {tokens}"))

@@ -20,7 +20,7 @@ Row = dict[str, Any]
 """One case, as `CaseResult.as_plain` gives it."""
 
 
-def results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, Any]:
+def all_results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, Any]:
     """All of a sweep, with what it takes to run it again."""
     return {
         "simulation": trace.name,
@@ -42,7 +42,9 @@ def write_results(content: dict[str, Any], path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
     except OSError as error:
-        raise CpkvError("--json cannot be written", value=f"{path} ({error.strerror})") from error
+        raise CpkvError(
+            "--results cannot be written", value=f"{path} ({error.strerror})"
+        ) from error
 
 
 def print_results(rows: Sequence[Row], console: Console) -> None:

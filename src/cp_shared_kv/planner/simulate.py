@@ -27,7 +27,7 @@ from cp_shared_kv.planner.trace_keys import TraceKeys
 
 AnswerTimes = Literal["modelled", "recorded"]
 Progress = Callable[[int], None]
-"""Told how many requests are over."""
+"""Told how many requests have their first token or were refused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,8 +141,10 @@ class Simulation:
         reason = self._too_long(prompt_tokens, max(1, output_tokens))
         if reason is not None:
             self._outcome.refuse(prompt_tokens, reason)
+            self._count()
             # Its user goes on as if it had been answered, so that runs stay comparable.
-            self._answered(ask, ask.at_seconds, output_tokens)
+            ends = self._answer_ends(ask, ask.at_seconds, output_tokens)
+            self._expect(self._arrivals.answered(ask, ends))
             return
         request = SimulatedRequest(
             room=next(self._rooms),
@@ -173,20 +175,14 @@ class Simulation:
         self._front.prefilled(request)
         now = self._clock.now_seconds
         self._outcome.serve(request, now)
+        self._count()
         ends = self._answer_ends(request.ask, now, request.output_tokens)
         self._clock.at(ends, lambda: self._ended(request))
 
     def _ended(self, request: SimulatedRequest) -> None:
         self._front.answered(request)
         self._groups[request.group].answered(request)
-        self._over()
         self._expect(self._arrivals.answered(request.ask, self._clock.now_seconds))
-
-    def _answered(self, ask: Ask, first_token_seconds: float, output_tokens: int) -> None:
-        """An answer that no group gives."""
-        self._over()
-        ends = self._answer_ends(ask, first_token_seconds, output_tokens)
-        self._expect(self._arrivals.answered(ask, ends))
 
     def _answer_ends(self, ask: Ask, first_token_seconds: float, output_tokens: int) -> float:
         if self._scenario.answers == "modelled":
@@ -196,6 +192,6 @@ class Simulation:
             recorded = 0.0
         return max(first_token_seconds, ask.at_seconds + recorded)
 
-    def _over(self) -> None:
+    def _count(self) -> None:
         if self._on_progress is not None:
             self._on_progress(self._outcome.requests)

@@ -175,7 +175,7 @@ class CaseResult:
 
 
 SweepProgress = Callable[[Case, int], None]
-"""Told the case that runs and how many of its requests are over."""
+"""Told the case that runs and how many of its requests have their first token, or were refused."""
 
 
 def run_sweep(sweep: Sweep, trace: Trace, on_progress: SweepProgress) -> Iterator[CaseResult]:

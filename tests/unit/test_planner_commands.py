@@ -1,0 +1,258 @@
+"""`cpkv plan` and `cpkv simulate` as a user runs them, on traces of a few requests."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cp_shared_kv.cli.app import run
+from cp_shared_kv.planner.model_catalogue import BUILT_IN
+
+Command = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cpkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs the command in this process: (exit code, stdout, stderr)."""
+    monkeypatch.setenv("COLUMNS", "120")
+
+    def call(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["cpkv", *map(str, arguments)])
+        try:
+            code = run()
+        except SystemExit as stopped:  # how cyclopts ends on a flag that it refuses
+            code = int(stopped.code or 0)
+        seen = capsys.readouterr()
+        return code, seen.out, seen.err
+
+    return call
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    """Two agentic conversations of three requests each, of 10 to 12 pages."""
+    reqs = [[20.0 * n, 64 * (10 + n), 30, [[1, 10 + n]], 0, 5.0, 2.0] for n in range(3)]
+    path = tmp_path / "small.jsonl"
+    path.write_text("\n".join([json.dumps({"block_size": 64, "reqs": reqs})] * 2))
+    return path
+
+
+# plan --------------------------------------------------------------------------------------------
+
+
+def test_plan_shows_three_arrangements_side_by_side(cpkv: Command) -> None:
+    code, out, _ = cpkv("plan", "glm-5", "--kv-budget-gib", "22.145", "--lengths", "8192, 131072")
+    assert code == 0
+    assert "replicated   layer split      shared" in out
+    assert "237,312" in out
+    assert "1,898,496" in out
+    assert "prompts of 131,072 at once" in out
+
+
+def test_plan_as_json_has_every_figure(cpkv: Command) -> None:
+    code, out, _ = cpkv("plan", "glm-5.2", "--gpu", "h200", "--json", "--lengths", "65536")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["model"], found["gpu"], found["cp_size"]) == ("glm-5.2", "h200", 8)
+    shared = found["arrangements"][-1]
+    assert shared["arrangement"] == "shared"
+    assert shared["logical_tokens"] == 8 * shared["physical_tokens"]
+    assert shared["concurrent_requests"]["65536"] == shared["logical_tokens"] // 65_536
+    assert (
+        found["weight_bytes"] + shared["pool_bytes"] + shared["scratch_bytes"]
+        <= (found["usable_bytes"])
+    )
+    assert found["versions"]["cp-shared-kv"]
+    assert "commit" in found
+
+
+def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(BUILT_IN["deepseek-v3.2"]))
+    by_file = cpkv("plan", tmp_path, "--gpu-memory-gib", "141", "--json")[1]
+    by_name = cpkv("plan", "deepseek-v3.2", "--gpu-memory-gib", "141", "--json")[1]
+    assert json.loads(by_file)["arrangements"] == json.loads(by_name)["arrangements"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("glm-5",), "one of --gpu, --gpu-memory-gib and --kv-budget-gib"),
+        (("glm-5", "--gpu", "h200", "--gpu-memory-gib", "80"), "drop one of the two"),
+        (("glm-5", "--gpu", "h200", "--kv-budget-gib", "20"), "not clear"),
+        (("deepseek-v3.2", "--gpu", "h20"), "--expert-parallel-size"),
+        (("no-such-model", "--gpu", "h200"), "deepseek-v3.2, glm-5, glm-5.2"),
+        (("glm-5", "--gpu", "abacus"), "h20-3e"),
+        (("glm-5", "--gpu", "h200", "--page-size", "60"), "not a power of two"),
+    ],
+)
+def test_what_plan_refuses_is_one_line_that_says_what_to_change(
+    cpkv: Command, arguments: tuple[str, ...], said: str
+) -> None:
+    code, out, err = cpkv("plan", *arguments)
+    assert (code, out) == (1, "")
+    assert said in err
+    assert err.startswith("cpkv: ")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("lengths", ["8,x", "0", "-3", "1.5", ""])
+def test_a_list_that_is_none_is_refused(cpkv: Command, lengths: str) -> None:
+    code, _, err = cpkv("plan", "glm-5", "--gpu", "h200", f"--lengths={lengths}")
+    assert code == 2
+    assert "--lengths" in err
+    assert "no whole number above 0" in err
+
+
+# simulate ----------------------------------------------------------------------------------------
+
+
+def test_simulate_shows_every_case_and_writes_what_it_found(
+    cpkv: Command, trace: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "deep" / "results.json"
+    code, out, _ = cpkv(
+        "simulate", trace, "--users", "1,2", "--pool-multipliers", "1,8", "--requests", "6",
+        "--descriptors", "--results", file,
+    )  # fmt: skip
+    assert code == 0
+    for heading in (
+        "hit rate",
+        "refused",
+        "queue p99",
+        "first token p50",
+        "busiest p99",
+        "striped",
+    ):
+        assert heading in out
+    found = json.loads(file.read_text())
+    assert [(row["multiplier"], row["users"]) for row in found["cases"]] == [
+        (1, 1), (8, 1), (1, 2), (8, 2),
+    ]  # fmt: skip
+    for row in found["cases"]:
+        assert row["requests"] == 6
+        assert row["hit_rate"] == pytest.approx((10 + 11) / 33, abs=1e-4)
+        assert row["descriptors"]["transfers"] == 6
+    assert found["settings"]["rates"]["source"].startswith("assumed")
+    assert found["trace"] == {
+        "format": "agentic", "conversations": 2, "requests": 6, "block_tokens": 64,
+    }  # fmt: skip
+    assert found["versions"]["numpy"]
+
+
+def test_simulate_writes_json_to_stdout_and_nothing_else(cpkv: Command, trace: Path) -> None:
+    code, out, _ = cpkv("simulate", trace, "--users", "1", "--requests", "3", "--json")
+    assert code == 0
+    assert len(json.loads(out)["cases"]) == 4
+
+
+def test_simulate_draws_pictures(cpkv: Command, trace: Path, tmp_path: Path) -> None:
+    plots = tmp_path / "plots"
+    arguments = ("simulate", trace, "--users", "1,2", "--requests", "6", "--descriptors")
+    code, _, err = cpkv(*arguments, "--plots", plots)
+    assert code == 0
+    names = {"hit-rate", "first-token", "owner-balance", "descriptors"}
+    assert {path.stem for path in plots.glob("*.svg")} == names
+    assert err.count("drew ") == 4
+    texts = {path.stem: path.read_text() for path in plots.glob("*.svg")}
+    assert all(ElementTree.fromstring(text).tag.endswith("svg") for text in texts.values())
+    cpkv(*arguments, "--plots", plots)
+    assert {path.stem: path.read_text() for path in plots.glob("*.svg")} == texts
+
+
+def test_simulate_replays_at_recorded_times(cpkv: Command, tmp_path: Path) -> None:
+    path = tmp_path / "lengths.csv"
+    path.write_text("arrival_seconds,prompt_tokens,output_tokens\n0,6400,5\n1,640,5\n")
+    code, out, _ = cpkv("simulate", path, "--pool-multipliers", "8", "--json")
+    assert code == 0
+    (row,) = json.loads(out)["cases"]
+    assert row["users"] is None
+    assert (row["requests"], row["saved_tokens"], row["computed_tokens"]) == (2, 0, 7040)
+
+
+def test_simulate_takes_rates_of_a_results_file(cpkv: Command, trace: Path, tmp_path: Path) -> None:
+    def first_token(**rates: float) -> float:
+        path = tmp_path / "rates.json"
+        path.write_text(json.dumps({"rates": rates}))
+        out = cpkv(
+            "simulate", trace, "--users", "1", "--requests", "1", "--pool-multipliers", "1",
+            "--gpu-results", path, "--json",
+        )[1]  # fmt: skip
+        found = json.loads(out)
+        assert found["settings"]["rates"]["source"] == "rates.json, the rest assumed"
+        return found["cases"][0]["first_token_seconds"]["p50"]
+
+    assert first_token(hbm_bytes=1e12) > first_token(hbm_bytes=4e12)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((), "--conversation-every SECONDS"),
+        (("--users", "1", "--pool-multipliers", "16"), "the ranks that can share pages"),
+        (("--users", "1", "--page-size", "1024", "--max-total-tokens", "10"), "no stripe"),
+        (("--users", "1", "--gpu-results", "nowhere.json"), "--gpu-results cannot be read"),
+        (("--users", "1", "--longest-think", "-1"), "--longest-think"),
+        (("--users", "1", "--results", "/dev/null/x"), "--results cannot be written"),
+        (("--users", "1", "--model", "deepseek-v3.2", "--gpu", "h20"), "leave no room"),
+    ],
+)
+def test_what_simulate_refuses_is_one_line_that_says_what_to_change(
+    cpkv: Command, trace: Path, arguments: tuple[str, ...], said: str
+) -> None:
+    code, _, err = cpkv("simulate", trace, "--requests", "2", *arguments)
+    assert code == 1
+    assert said in err
+    assert err.startswith("cpkv: ")
+
+
+def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path) -> None:
+    trace.write_text(trace.read_text() + '\n{"reqs": []}\n')
+    code, _, err = cpkv("simulate", trace, "--users", "1")
+    assert code == 1
+    assert "small.jsonl, line 3" in err
+
+
+# help --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "shown"),
+    [
+        ("plan", ("cpkv plan glm-5.2 --gpu h200", "--kv-budget-gib", "layer split")),
+        ("simulate", ("cpkv simulate agentic.jsonl --users 16", "--pool-multipliers", "stated")),
+    ],
+)
+def test_help_teaches_by_example_and_without_torch(command: str, shown: tuple[str, ...]) -> None:
+    program = (
+        "import sys; from cp_shared_kv.cli.app import run; "
+        f"sys.argv = ['cpkv', '{command}', '--help']; run(); assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    for text in shown:
+        assert text in done.stdout
+
+
+def test_planning_and_simulating_need_no_torch(trace: Path) -> None:
+    commands: list[list[Any]] = [
+        ["plan", "glm-5.2", "--gpu", "h200"],
+        ["simulate", str(trace), "--users", "1", "--requests", "2", "--descriptors"],
+    ]
+    for command in commands:
+        program = (
+            "import sys; from cp_shared_kv.cli.app import run; "
+            f"sys.argv = ['cpkv', *{command}]; assert run() == 0; assert 'torch' not in sys.modules"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        )
+        assert done.returncode == 0, done.stderr
