@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from contextlib import ExitStack
@@ -12,6 +13,7 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
+from cp_shared_kv.cli.api_key import with_api_key
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.server.serve import open_listener
@@ -56,7 +58,7 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.cluster import Cluster
 
-    config = with_model(config)
+    config = with_api_key(with_model(config), os.environ)
     listener = open_listener(config.host, config.port)
     console = Console(stderr=True)
     with ExitStack() as stack:

@@ -18,6 +18,7 @@ Dtype = Literal["auto", "float32", "bfloat16"]
 RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
 KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
 
+API_KEY_VARIABLE = "CPKV_API_KEY"
 MAX_PAGE_SIZE = 1024
 MAX_CP_SIZE = 64
 MAX_UNITS = 64
@@ -121,7 +122,8 @@ class EngineConfig:
     """Directory for a recording of all batch messages and logits (costs speed; for proofs)."""
 
     api_key: str | None = field(default=None, repr=False)
-    """Key that HTTP clients must send as `Authorization: Bearer KEY`; by default none."""
+    """Key that HTTP clients must send as `Authorization: Bearer KEY`; by default the environment's
+    CPKV_API_KEY, which `ps` does not show, or else none."""
 
     enable_metrics: bool = False
     """Serve Prometheus metrics at /metrics."""
@@ -228,7 +230,7 @@ class EngineConfig:
         if self.api_key is not None and not _is_header_word(self.api_key):
             # The value is a secret: it is not repeated.
             raise ConfigError(
-                "--api-key cannot be sent in a header",
+                f"--api-key, or {API_KEY_VARIABLE} in its place, cannot be sent in a header",
                 allowed="one or more printable ASCII characters without spaces",
             )
         if not self.host:

@@ -27,6 +27,7 @@ from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.drain import Gate
+from cp_shared_kv.server.exposure import warn_of_exposure
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.serve import serve
 from cp_shared_kv.server.settings import ServerSettings
@@ -79,6 +80,7 @@ async def _serve(
         settings=ServerSettings(api_key=config.api_key, enable_metrics=config.enable_metrics),
         gate=gate,
     )
+    warn_of_exposure(listener, has_api_key=config.api_key is not None)
     supervisor.report("reachable")
     news = asyncio.create_task(_pass_on_news(supervisor, client))
     try:
