@@ -18,9 +18,9 @@ from cp_shared_kv.transfer.transport import KVTransport, Runs
 from cp_shared_kv.transfer.transports import TransferBackend
 
 TransportKind = Literal["shared_memory", "mooncake", "faulty"]
-LIMIT_SECONDS = 20.0
+LIMIT_SECONDS = 30.0
 """Nothing that a test waits for takes longer."""
-STALL_SECONDS = 2.0
+STALL_SECONDS = 4.0
 MILD = Faults(duplicate=0.3, parts=4, delay_seconds=0.01)
 """Faults that no caller may notice."""
 Offsets = int | list[int] | npt.NDArray[np.int64]

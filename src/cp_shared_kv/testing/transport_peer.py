@@ -42,11 +42,13 @@ class PeerError(Exception):
 class TransportPeer:
     """A process with a target of `nbytes` zeroed bytes; a sender too, once told to write."""
 
-    def __init__(self, backend: TransferBackend, nbytes: int) -> None:
+    def __init__(self, backend: TransferBackend, nbytes: int, environment: dict[str, str]) -> None:
         name = f"cpkv-test-{os.getpid()}-{next(_names)}"
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, backend, name, nbytes))
+        self._process = context.Process(
+            target=_serve, args=(theirs, backend, name, nbytes, environment)
+        )
         self._process.start()
         theirs.close()
         session_id, regions = self.answer()
@@ -129,9 +131,11 @@ class TransportPeers:
         multiprocessing.get_context("forkserver").set_forkserver_preload([__name__])
         self._started: list[TransportPeer] = []
 
-    def start(self, backend: TransferBackend, nbytes: int) -> TransportPeer:
-        """A peer that has answered."""
-        self._started.append(TransportPeer(backend, nbytes))
+    def start(
+        self, backend: TransferBackend, nbytes: int, environment: dict[str, str] | None = None
+    ) -> TransportPeer:
+        """A peer that has answered. PeerError if it could not start."""
+        self._started.append(TransportPeer(backend, nbytes, environment or {}))
         return self._started[-1]
 
     def __enter__(self) -> Self:
@@ -156,8 +160,8 @@ class _Process:
     def __init__(self, backend: TransferBackend, name: str, nbytes: int) -> None:
         self._backend: TransferBackend = backend
         self._name = name
-        self._buffer = SharedMemoryBuffer.create(name, nbytes)
         self._target = make_target(backend, name)
+        self._buffer = SharedMemoryBuffer.create(name, nbytes)
         self._target.expose(self._buffer)
 
     def hello(self) -> tuple[str, tuple[Region, ...]]:
@@ -198,7 +202,14 @@ class _Process:
         return "landed"
 
 
-def _serve(connection: Connection, backend: TransferBackend, name: str, nbytes: int) -> None:
+def _serve(
+    connection: Connection,
+    backend: TransferBackend,
+    name: str,
+    nbytes: int,
+    environment: dict[str, str],
+) -> None:
+    os.environ.update(environment)
     torch.set_num_threads(1)
     process = _Process(backend, name, nbytes)
     connection.send_bytes(msgspec.json.encode([process.hello(), None]))
