@@ -217,7 +217,7 @@ class PrefillProcess:
             peer = pairing.mapped(message)
             if pairing.failure is not None:
                 logger.error("%s cannot be written to: %s", life, pairing.failure)
-                del self._pairings[life]
+                # It stays, so that those ranks that did map it forget it when it is gone.
             if peer is not None:
                 del self._pairings[life]
                 self._peers[life] = peer
