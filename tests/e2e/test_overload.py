@@ -29,14 +29,6 @@ MAX_QUEUED = 12
 WAIT_SECONDS = 60
 LETTER = ord("A")  # the demo model's tokens are bytes
 Answer = Future[httpx.Response]
-IDLE = {
-    "used_tokens": 0,
-    "decode_used_tokens": 0,
-    "queued_requests": 0,
-    "prefill_requests": 0,
-    "decode_queued_requests": 0,
-    "decode_requests": 0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -63,22 +55,8 @@ def asking(tokens: int, start: str, max_tokens: int, **extra: Any) -> dict[str, 
     } | extra
 
 
-def until(served: Running, **figures: int) -> dict[str, Any]:
-    """The use of the pools and queues once it has these figures."""
-    deadline = time.monotonic() + WAIT_SECONDS
-    while figures.items() - (usage := served.usage()).items():
-        assert time.monotonic() < deadline, f"{usage} never came to {figures}"
-        time.sleep(0.02)
-    return usage
-
-
 def totals(served: Running) -> dict[str, Any]:
     return served.get("/server_info").json()["totals"]
-
-
-def assert_nothing_is_held(served: Running) -> None:
-    usage = until(served, **IDLE)
-    assert usage["available_tokens"] + usage["evictable_tokens"] == LOGICAL_TOKENS
 
 
 @contextmanager
@@ -92,7 +70,7 @@ def decode_is_full(served: Running) -> Iterator[Iterator[str]]:
     ):
         events = (line for line in response.iter_lines() if line)
         assert next(events).startswith("data: ")
-        until(served, used_tokens=0, decode_used_tokens=DECODE_TOKENS, decode_requests=1)
+        served.until(used_tokens=0, decode_used_tokens=DECODE_TOKENS, decode_requests=1)
         yield events
 
 
@@ -113,7 +91,7 @@ def test_while_decode_is_full_prefill_computes_nothing_and_holds_no_page(small: 
         with decode_is_full(small) as events:
             before = totals(small)["prompt_tokens"]
             answers = everything(small, bodies, clients)
-            until(small, queued_requests=8, decode_queued_requests=8)
+            small.until(queued_requests=8, decode_queued_requests=8)
             for _ in range(10):
                 assert next(events).startswith("data: ")  # decode itself goes on
                 usage = small.usage()
@@ -124,7 +102,7 @@ def test_while_decode_is_full_prefill_computes_nothing_and_holds_no_page(small: 
             assert small.get("/v1/loads").json()["aggregate"]["total_waiting_reqs"] == 8
             assert not any(answer.done() for answer in answers)
         assert [output_tokens(answer) for answer in answers] == [4] * 8
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
 
 
 def test_prefill_holds_no_more_than_the_requests_that_decode_has_room_for(small: Running) -> None:
@@ -145,7 +123,7 @@ def test_prefill_holds_no_more_than_the_requests_that_decode_has_room_for(small:
     # A room may be over at decode before each rank has said so at prefill: twice as many, never
     # the 6 that prefill's own pool would take.
     assert 0 < max(held) <= 2 * at_decode * page_tokens < LOGICAL_TOKENS - page_tokens
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
 
 
 def test_a_full_queue_answers_503_and_those_in_it_are_served(small: Running) -> None:
@@ -153,7 +131,7 @@ def test_a_full_queue_answers_503_and_those_in_it_are_served(small: Running) -> 
     with ThreadPoolExecutor(MAX_QUEUED) as clients:
         with decode_is_full(small):
             answers = everything(small, bodies, clients)
-            until(small, queued_requests=MAX_QUEUED)
+            small.until(queued_requests=MAX_QUEUED)
             for stream in (False, True):
                 refused = small.post(asking(70, "too many", 3, stream=stream))
                 assert refused.status_code == 503
@@ -165,7 +143,7 @@ def test_a_full_queue_answers_503_and_those_in_it_are_served(small: Running) -> 
             assert small.usage()["queued_requests"] == MAX_QUEUED
         assert [output_tokens(answer) for answer in answers] == [3] * MAX_QUEUED
     assert small.post(asking(70, "afterwards", 3)).status_code == 200
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
 
 
 def assert_ran_out_of_time(status: int, error: dict[str, Any], timeout: float) -> None:
@@ -180,10 +158,10 @@ def test_a_request_whose_time_runs_out_in_the_queue_leaves_it(small: Running, st
         before = totals(small)["prompt_tokens"]
         answer = small.post(asking(500, "out of time", 4, stream=stream, timeout=0.3))
         assert_ran_out_of_time(answer.status_code, answer.json()["error"], 0.3)
-        until(small, queued_requests=0, decode_queued_requests=0, used_tokens=0)
+        small.until(queued_requests=0, decode_queued_requests=0, used_tokens=0)
         assert totals(small)["prompt_tokens"] == before
         assert next(events).startswith("data: ")  # its neighbour has not noticed
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -196,7 +174,7 @@ def test_a_request_whose_time_runs_out_in_prefill_gives_its_pages_back(
     before = totals(small)
     answer = small.post(asking(1900, f"too late, {stream}", 1, stream=stream, timeout=a_third))
     assert_ran_out_of_time(answer.status_code, answer.json()["error"], a_third)
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
     after = totals(small)
     assert after["prompt_tokens"] - before["prompt_tokens"] == 1900  # it was being computed
     assert after["generated_tokens"] == before["generated_tokens"]
@@ -206,7 +184,7 @@ def test_a_request_whose_time_runs_out_while_decoding_gives_its_pages_back(small
     before = totals(small)["generated_tokens"]
     answer = small.post(asking(100, "whole", 6000, timeout=0.8))
     assert_ran_out_of_time(answer.status_code, answer.json()["error"], 0.8)
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()
     assert totals(small)["generated_tokens"] > before
 
 
@@ -217,4 +195,4 @@ def test_a_stream_whose_time_runs_out_ends_with_an_error_event(small: Running) -
     assert all("choices" in json.loads(event) for event in events)
     assert len(events) > 1
     assert_ran_out_of_time(504, json.loads(last)["error"], 0.8)
-    assert_nothing_is_held(small)
+    small.until_nothing_is_held()

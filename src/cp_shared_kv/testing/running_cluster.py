@@ -19,6 +19,14 @@ from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 PHYSICAL_TOKENS = 1024
 CP_SIZE = 2
 WAIT_SECONDS = 60
+NOTHING_HELD = {
+    "used_tokens": 0,
+    "decode_used_tokens": 0,
+    "queued_requests": 0,
+    "prefill_requests": 0,
+    "decode_queued_requests": 0,
+    "decode_requests": 0,
+}
 CHUNK = 300  # not a multiple of the page size, so chunks end inside pages
 
 
@@ -58,6 +66,26 @@ class Running:
     def usage(self) -> dict[str, Any]:
         """Use of the pools now, in tokens."""
         return self.get("/server_info").json()["usage"]
+
+    def until(self, **figures: int) -> dict[str, Any]:
+        """Wait until the use of the pools and queues has these figures; returns all of it."""
+        usage: dict[str, Any] = {}
+
+        def has_come() -> bool:
+            usage.update(self.usage())
+            return figures.items() <= usage.items()
+
+        self._await(has_come, f"{figures}")
+        return usage
+
+    def until_nothing_is_held(self) -> None:
+        """Wait until no request holds or waits for anything; then every page is in the books of
+        every process."""
+        usage = self.until(**NOTHING_HELD)
+        info = self.get("/server_info").json()
+        assert usage["available_tokens"] + usage["evictable_tokens"] == info["max_total_num_tokens"]
+        books = self.get("/debug/invariants")
+        assert books.status_code == 200, books.text
 
     def await_lost(self, unit: str, life: int) -> None:
         """Wait until the supervisor has noticed that this life of a unit is over."""
