@@ -107,7 +107,7 @@ def _descriptor_table(rows: Sequence[Row]) -> Table:
         "plain p99": cell(lambda found: f"{found['plain']['p99']:,.0f}"),
         "striped p99": cell(lambda found: f"{found['striped']['p99']:,.0f}"),
         "fewer, in all": cell(
-            lambda found: f"{found['plain_total'] / found['striped_total']:.1f} x"
+            lambda found: f"{found['plain_total'] / found['striped_total']:.1f}x"
         ),
     }
     return _table("descriptors of a transfer, for one layer and kind of page", rows, columns)
@@ -116,10 +116,10 @@ def _descriptor_table(rows: Sequence[Row]) -> Table:
 def _table(title: str, rows: Sequence[Row], columns: dict[str, Callable[[Row], str]]) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("pool", "users", *columns):
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for row in rows:
         users = "-" if row["users"] is None else f"{row['users']:,}"
-        table.add_row(f"{row['multiplier']} x", users, *(cell(row) for cell in columns.values()))
+        table.add_row(f"{row['multiplier']}x", users, *(cell(row) for cell in columns.values()))
     return table
 
 
