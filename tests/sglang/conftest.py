@@ -13,18 +13,17 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
-if site := os.environ.get("CPKV_SGLANG_SITE"):
-    sys.path.insert(0, site)
-    os.environ["PYTHONPATH"] = os.pathsep.join([site, os.environ.get("PYTHONPATH", "")])
+for folder in (os.environ.get("CPKV_SGLANG_SITE", ""), str(HERE)):
+    if folder:
+        sys.path.insert(0, folder)
+        # For the processes that tests start.
+        os.environ["PYTHONPATH"] = os.pathsep.join([folder, os.environ.get("PYTHONPATH", "")])
 # SGLang's Triton kernels, which read this when they are defined.
 os.environ["TRITON_INTERPRET"] = "1"
 
 INSTALLED = importlib.util.find_spec("sglang") is not None
 if INSTALLED:
-    from cpu_stand_ins import stand_in
-
-    stand_in()
+    import cpu_stand_ins  # noqa: F401 (from here on SGLang can be imported)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,6 +1,7 @@
 """Modules that SGLang imports and that no CPU can run: they import, and raise when called.
 
-They stand in only for what is not installed. Nothing of SGLang itself is replaced.
+They stand in from this module's import on, and only for what is not installed. Nothing of SGLang
+itself is replaced.
 """
 
 from __future__ import annotations
@@ -12,12 +13,6 @@ import sys
 import types
 
 PACKAGES = ("sgl_kernel", "torchvision")
-
-
-def stand_in() -> None:
-    """From now on these packages, and every module below them, can be imported."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    sys.meta_path.append(_Finder(missing))
 
 
 class _Name(type):
@@ -58,3 +53,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: types.ModuleType) -> None:
         pass
+
+
+_MISSING = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+sys.meta_path.append(_Finder(_MISSING))

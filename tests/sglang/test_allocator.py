@@ -34,9 +34,7 @@ def _ours(cp_size: int, pages: int = PAGES, *, need_sort: bool = True):
 def _stock(pages: int = PAGES, *, need_sort: bool = True):
     from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 
-    return PagedTokenToKVPoolAllocator(
-        pages * PAGE, PAGE, torch.bfloat16, "cpu", None, need_sort
-    )
+    return PagedTokenToKVPoolAllocator(pages * PAGE, PAGE, torch.bfloat16, "cpu", None, need_sort)
 
 
 def _stock_extend(stock, prefix_lens: list[int], seq_lens: list[int], last_locs: list[int]):
