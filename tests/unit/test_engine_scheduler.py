@@ -134,6 +134,20 @@ def test_a_chunk_that_completes_no_page_sends_none() -> None:
     ]
 
 
+@pytest.mark.parametrize("length", [3 * PAGE_SIZE - 1, 3 * PAGE_SIZE, 3 * PAGE_SIZE + 1])
+def test_the_first_output_token_adds_no_page_to_what_is_sent(length: int) -> None:
+    group = Group(chunk_tokens=5)
+    request = group.open(1, prompt(1, length))
+    sent: list[int] = []
+    while batch := group.run():
+        (part,) = batch.requests
+        sent += range(part.send_start, part.send_stop)
+        assert len(part.pages()) <= -(-length // PAGE_SIZE)
+    assert sent == list(range(-(-length // PAGE_SIZE)))
+    assert request.logical_pages is not None
+    assert len(request.logical_pages) == len(sent)
+
+
 def test_what_decode_holds_is_not_sent() -> None:
     group = Group(chunk_tokens=6)
     group.open(1, prompt(1, 17), first_position=2)

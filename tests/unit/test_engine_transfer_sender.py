@@ -88,7 +88,7 @@ class HandTransport:
 class Rank:
     """The only rank of a group, its transfers, and what it has said."""
 
-    def __init__(self, *, verify: bool = False) -> None:
+    def __init__(self, *, verify: bool = False, sends_nothing: bool = False) -> None:
         self.transport = HandTransport()
         self.to_decode: list[Sent | Concluded | Quiesced] = []
         self.to_controller: list[msgspec.Struct] = []
@@ -99,7 +99,7 @@ class Rank:
             self.transport,
             rank=0,
             epoch=EPOCH,
-            sends_nothing=False,
+            sends_nothing=sends_nothing,
             verify=verify,
             to_decode=self.to_decode.append,
             to_controller=self.to_controller.append,
@@ -172,6 +172,16 @@ def acknowledged(room: int, of: str = "concluded") -> Acknowledged:
 @pytest.fixture
 def rank() -> Rank:
     return Rank()
+
+
+def test_a_replica_concludes_every_room_and_sends_nothing() -> None:
+    replica = Rank(sends_nothing=True)
+    replica.open(1)
+    replica.chunk(1, 0, 0, 2, last=True)
+    (concluded,) = replica.to_decode
+    assert isinstance(concluded, Concluded)
+    assert (concluded.outcome, concluded.total_positions) == ("success", 0)
+    assert replica.transport.writes == []
 
 
 def test_a_write_that_takes_long_holds_up_nobody(rank: Rank) -> None:
