@@ -35,7 +35,8 @@ def refusal(**changes: Any) -> str:
     [
         ("dtype", "auto, float32, bfloat16"),
         ("nsa_prefill_cp_mode", "in-seq-split, round-robin-split"),
-        ("kv_read", "auto, pull, collective"),
+        ("kv_read", "auto, pull, push, collective"),
+        ("device", "cpu, cuda"),
         ("disaggregation_transfer_backend", "shared_memory, mooncake"),
         ("log_level", "debug, info, warning, error"),
     ],

@@ -19,16 +19,16 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cp_shared_kv.cli.completion_stream import Completion, stream_completion
 from cp_shared_kv.cli.ownership_picture import ownership_picture
 from cp_shared_kv.engine.cluster import Cluster
-from cp_shared_kv.engine.config import EngineConfig, KVRead, TransferBackend
+from cp_shared_kv.engine.config import Device, EngineConfig, KVRead, TransferBackend
 from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
 from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.server.serve import open_listener
 from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
-PHYSICAL_TOKENS_PER_RANK = 4096
-"""Less than half of the prompt's 11,358 tokens."""
-CP_SIZE = 4
+RANKS: dict[Device, tuple[int, int]] = {"cpu": (4, 4096), "cuda": (2, 6144)}
+"""How many, and the tokens that each holds, too few for the prompt's 11,358. Two GPUs are more
+common than four."""
 CHUNK_TOKENS = 2048
 LOG_SECONDS = 5.0
 OUTPUT_TOKENS = 16
@@ -43,6 +43,7 @@ def demo(
     kv_read: KVRead = "auto",
     nsa_prefill_cp_mode: SplitMode = "in-seq-split",
     disaggregation_transfer_backend: TransferBackend = "shared_memory",
+    device: Device = "cpu",
     flip_byte: Annotated[bool, Parameter(negative=())] = False,
 ) -> int:
     """Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.
@@ -50,6 +51,7 @@ def demo(
     Four prefill ranks whose pools hold 4,096 tokens each share one logical pool of 16,384. The
     11,358-token licence of this package goes through them to a decode worker. Then the recorded
     batches run again on the same ranks with every page on every rank, and all logits are compared.
+    On GPUs there are two ranks with 6,144 tokens each.
 
     Parameters
     ----------
@@ -59,23 +61,27 @@ def demo(
         How a chunk's tokens are dealt to the ranks.
     disaggregation_transfer_backend
         What carries KV pages from prefill to decode; mooncake needs the extra of that name.
+    device
+        Where the ranks and the decode worker compute and keep KV; cuda takes two GPUs.
     flip_byte
         Damage one byte of one page of the replay, to see that the comparison notices.
     """
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as scratch:
         shared = Path(scratch) / "shared"
+        cp_size, physical_tokens = RANKS[device]
         config = EngineConfig(
             model_path=demo_checkpoint_directory(),
             served_model_name="demo",
             port=0,
-            attention_context_parallel_size=CP_SIZE,
+            device=device,
+            attention_context_parallel_size=cp_size,
             enable_nsa_prefill_context_parallel=True,
             enable_nsa_prefill_cp_shared_kv=True,
             nsa_prefill_cp_mode=nsa_prefill_cp_mode,
             kv_read=kv_read,
             disaggregation_transfer_backend=disaggregation_transfer_backend,
-            max_total_tokens=PHYSICAL_TOKENS_PER_RANK,
+            max_total_tokens=physical_tokens,
             chunked_prefill_size=CHUNK_TOKENS,
             record_batches=shared,
         )
@@ -94,14 +100,14 @@ def _run(config: EngineConfig, shared: Path, scratch: Path, *, flip_byte: bool) 
             first = _prefill_with_progress(url, prompt, log_file, len(prompt.encode()))
             _show_pages(cluster, shared, first)
             _show_answer("first request", first)
-            _show_transfer(log_file, 0)
+            _show_transfer(cluster, log_file, 0)
             second = _prefill_with_progress(url, prompt + QUESTION, log_file, len(QUESTION))
             _show_answer("second request, same prefix", second)
             out.print(
                 f"  reused {second.cached_tokens} of {second.prompt_tokens} prompt tokens, "
                 f"computed {second.prompt_tokens - second.cached_tokens}"
             )
-            _show_transfer(log_file, 1)
+            _show_transfer(cluster, log_file, 1)
             comparison = _replay(cluster, shared, replicated, flip_byte=flip_byte)
         except CpkvError:
             out.print(_tail(log_file), markup=False)
@@ -172,7 +178,7 @@ def _prefill_with_progress(url: str, prompt: str, log_file: Path, new_tokens: in
             done = len(_log_lines(log_file, "Prefill batch")) - before
             progress.update(
                 task,
-                description=f"prefill on {CP_SIZE} ranks, then decode",
+                description="prefill on all ranks, then decode",
                 completed=min(done, chunks),
                 total=chunks + 1,
             )
@@ -196,11 +202,12 @@ def _show_answer(what: str, completion: Completion) -> None:
     out.print(f"  first tokens (random weights, so no prose): {completion.text!r}", markup=False)
 
 
-def _show_transfer(log_file: Path, request: int) -> None:
+def _show_transfer(cluster: Cluster, log_file: Path, request: int) -> None:
     """The ranks' lines about one request; they come just behind its answer."""
-    wanted = slice(request * CP_SIZE, (request + 1) * CP_SIZE)
+    ranks = cluster.limits.cp_size
+    wanted = slice(request * ranks, (request + 1) * ranks)
     deadline = time.monotonic() + LOG_SECONDS
-    while len(lines := _log_lines(log_file, "CP shared KV transfer")[wanted]) < CP_SIZE:
+    while len(lines := _log_lines(log_file, "CP shared KV transfer")[wanted]) < ranks:
         if time.monotonic() > deadline:
             raise CpkvError("the ranks did not report their transfers", value=lines)
         time.sleep(0.02)
@@ -215,7 +222,7 @@ def _show_transfer(log_file: Path, request: int) -> None:
 def _replay(cluster: Cluster, shared: Path, replicated: Path, *, flip_byte: bool) -> Comparison:
     """The replicated reference on the same rank processes, then the comparison."""
     out.print(
-        f"\nreplicated reference: the same batch messages, {CP_SIZE} ranks with "
+        f"\nreplicated reference: the same batch messages, {cluster.limits.cp_size} ranks with "
         f"{cluster.limits.logical_tokens} tokens each"
     )
     with _progress() as (progress, task):
@@ -228,7 +235,7 @@ def _replay(cluster: Cluster, shared: Path, replicated: Path, *, flip_byte: bool
             ),
             flip_byte_before_batch=2 if flip_byte else None,
         )
-    return compare_recordings(shared, replicated, CP_SIZE)
+    return compare_recordings(shared, replicated, cluster.limits.cp_size)
 
 
 def _verdict(comparison: Comparison) -> bool:

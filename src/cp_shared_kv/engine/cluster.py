@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Self
 
 from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.gpu_memory import check_gpu_memory, gpu_places
+from cp_shared_kv.engine.gpus import check_gpus, look_at_gpus
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.model_spec import describe_model
+from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sizing import (
     check_shared_memory,
@@ -70,10 +72,7 @@ class Cluster:
         self._run_dir: Path | None = None
         remove_stale_segments()
         model = describe_model(config)
-        self.limits: EngineLimits = resolve_limits(
-            config, model.pool_spec, model.context_length, free_bytes=free_memory_bytes()
-        )
-        check_shared_memory(self.limits, config)
+        self.limits: EngineLimits = _sized(config, model)
         self._model = model
         self._spec: RunSpec | None = None
         self._spawner: Spawner | None = None
@@ -199,6 +198,21 @@ class Cluster:
         if self._supervisor is None:
             raise InvariantError("a cluster was asked for its processes before its start")
         return self._supervisor
+
+
+def _sized(config: EngineConfig, model: ModelDescription) -> EngineLimits:
+    """The sizes of a run, from the memory that it will keep KV in. Raises what it cannot run on."""
+    spec, context_length = model.pool_spec, model.context_length
+    if config.device == "cuda":
+        gpus = look_at_gpus()
+        check_gpus(config, spec, gpus)
+        places = gpu_places(config, model, gpus)
+        limits = resolve_limits(config, spec, context_length, gpus=places)
+        check_gpu_memory(limits, places)
+        return limits
+    limits = resolve_limits(config, spec, context_length, free_bytes=free_memory_bytes())
+    check_shared_memory(limits, config)
+    return limits
 
 
 def _make_run_dir() -> Path:

@@ -13,7 +13,11 @@ from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 from cp_shared_kv.transfer.transports import TransferBackend
 
-KVRead = Literal["auto", "pull", "collective"]
+Device = Literal["cpu", "cuda"]
+KVRead = Literal["auto", "pull", "push", "collective"]
+KVReader = Literal["pull", "push", "pull_or_push", "collective", "local"]
+"""The read paths that there are; `pull_or_push` takes for each batch what is faster."""
+KVTransportName = TransferBackend | Literal["cuda_ipc"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
 KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
@@ -49,6 +53,10 @@ class EngineConfig:
 
     port: int = 30000
     """Port of the HTTP server; 0 picks a free one."""
+
+    device: Device = "cpu"
+    """Where the ranks and decode workers compute and keep KV: on the CPU, or each rank on a GPU of
+    its own; decode workers take further GPUs, or share them."""
 
     dtype: Dtype = "auto"
     """Compute type of the model; auto takes the checkpoint's, with bfloat16 for its float16."""
@@ -104,12 +112,14 @@ class EngineConfig:
     --enable-nsa-prefill-context-parallel."""
 
     kv_read: KVRead = "auto"
-    """How a rank reads pages it does not own: one-sided pull out of its peers' memory, or a
-    collective gather of bytes; auto is pull."""
+    """How a rank reads pages it does not own: one-sided pull out of its peers' memory, push by
+    their owners (GPUs only), or a collective gather of bytes; auto is pull, and on GPUs whichever
+    of pull and push is faster for a batch."""
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
-    """What carries KV pages from prefill to decode: copies into mapped memory, or the Mooncake
-    Transfer Engine (of the extra `mooncake`), here over TCP within this host."""
+    """What carries KV pages from prefill to decode: copies into mapped memory, of the host or of
+    GPUs, or the Mooncake Transfer Engine (of the extra `mooncake`), here over TCP within this
+    host."""
 
     verify_kv_transfer: bool = False
     """Send a checksum with each KV page and compare it before decode starts: a page damaged on its
@@ -160,11 +170,18 @@ class EngineConfig:
         return self.enable_nsa_prefill_cp_shared_kv
 
     @property
-    def resolved_kv_read(self) -> Literal["pull", "collective", "local"]:
+    def resolved_kv_read(self) -> KVReader:
         """The read path that will run: `local` where each rank has every page itself."""
         if not self.shares_kv or self.cp_size == 1:
             return "local"
-        return "pull" if self.kv_read == "auto" else self.kv_read
+        if self.kv_read == "auto":
+            return "pull_or_push" if self.device == "cuda" else "pull"
+        return self.kv_read
+
+    @property
+    def transport(self) -> KVTransportName:
+        """What carries pages to decode: mapped memory is mapped by CUDA where it is a GPU's."""
+        return "cuda_ipc" if self.device == "cuda" else self.disaggregation_transfer_backend
 
     @property
     def model_name(self) -> str:
@@ -174,6 +191,7 @@ class EngineConfig:
 
     def _check_choices(self) -> None:
         choices = {
+            "device": get_args(Device),
             "dtype": get_args(Dtype),
             "kv_cache_dtype": get_args(KVCacheDtype),
             "nsa_prefill_cp_mode": get_args(SplitMode),
@@ -262,6 +280,19 @@ class EngineConfig:
                 value=self.kv_read,
                 allowed="auto",
                 change="add --enable-nsa-prefill-cp-shared-kv or drop --kv-read",
+            )
+        if self.kv_read == "push" and self.device != "cuda":
+            raise ConfigError(
+                "--kv-read push writes to the memory of other GPUs",
+                value=f"--device {self.device}",
+                change="add --device cuda, or use --kv-read auto",
+            )
+        if self.device == "cuda" and self.disaggregation_transfer_backend != "shared_memory":
+            raise ConfigError(
+                "--device cuda sends pages to decode from GPU to GPU",
+                value=f"--disaggregation-transfer-backend {self.disaggregation_transfer_backend}",
+                allowed="shared_memory, which is then memory of GPUs that both ends have mapped",
+                change="drop --disaggregation-transfer-backend, or use --device cpu",
             )
         if self.record_batches is not None and self.prefill_groups + self.decode_workers > 2:
             raise ConfigError(

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import torch
 import zmq
 
 from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink
@@ -30,18 +28,18 @@ from cp_shared_kv.engine.messages import (
     StatsRequest,
 )
 from cp_shared_kv.engine.model_runner import ModelRunner
-from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
+from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
+from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.recording import LogitsLog, MessageLog
 from cp_shared_kv.engine.replay_decode import ReplayDecode
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import Bulletin
+from cp_shared_kv.engine.transfer_ends import decode_buffer, decode_target
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
-from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool
-from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.reads.prefix_reader import LocalReader
 from cp_shared_kv.reads.scratch import Scratch
@@ -54,7 +52,6 @@ from cp_shared_kv.transfer.messages import (
     Sent,
     Withdrawn,
 )
-from cp_shared_kv.transfer.transports import TransferBackend, make_target
 
 IDLE_SECONDS = 5.0
 
@@ -69,15 +66,14 @@ class DecodeWorker:
         self._spec, self._life = spec, life
         self._epoch = time.time_ns()
         self._model: ModelDescription = describe_model(config)
-        self._transformer = Transformer.load(config.model_path, self._model.compute_dtype)
+        device = set_up_device(config, life, None)
+        self._transformer = load_transformer(config, self._model, device)
         capacity = limits.decode_capacity
         self._pages = capacity.physical_pages
         pool_spec = self._model.pool_spec
-        backend = config.disaggregation_transfer_backend
-        buffer = _pool_buffer(
-            backend, spec.region_name(life, "pool", self._epoch), pool_spec.pool_bytes(self._pages)
-        )
-        self._target = make_target(backend, f"{spec.run_id}-{life}-e{self._epoch}")
+        name = spec.region_name(life, "pool", self._epoch)
+        buffer = decode_buffer(config, name, pool_spec.pool_bytes(self._pages), device)
+        self._target = decode_target(config, f"{spec.run_id}-{life}-e{self._epoch}")
         self._target.expose(buffer)
         self._pool = KVPool(pool_spec, self._pages, buffer)
         self._layout = CpSharedKVLayout(limits.page_size, 1, 0, physical_pages=self._pages)
@@ -213,7 +209,7 @@ class DecodeWorker:
             SoloGroup(),
             LocalReader(),
             "in-seq-split",
-            Scratch(0),
+            Scratch(0, self._transformer.device),
             None if record is None else LogitsLog(record),
         )
 
@@ -225,17 +221,8 @@ class DecodeWorker:
             self.server.send(encode(message))
 
 
-def _pool_buffer(backend: TransferBackend, name: str, nbytes: int) -> Buffer:
-    """Memory that senders can reach by this transport."""
-    if backend == "shared_memory":
-        # The name stays as long as this process: prefill groups come and go.
-        return SharedMemoryBuffer.create(name, nbytes)
-    return PrivateBuffer(nbytes)
-
-
 def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
     """Body of the decode process."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     supervisor.report("started")
     worker = DecodeWorker(spec, life)
     supervisor.report("reachable")

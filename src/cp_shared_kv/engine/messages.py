@@ -5,12 +5,13 @@ Tagged msgspec structs over zmq; no pickle. Which of them may travel where: code
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta
 
 from cp_shared_kv.engine.api import FinishReason, RefusalKind
+from cp_shared_kv.engine.config import KVReader
 from cp_shared_kv.transfer.messages import (
     INT64_MAX,
     Bytes,
@@ -184,7 +185,7 @@ class Configure(_Message, frozen=True, kw_only=True, tag="configure"):
     epoch: Epoch
     shared: bool
     physical_pages: Count
-    kv_read: Literal["pull", "collective", "local"]
+    kv_read: KVReader
     scratch_limit_bytes: Bytes
     record: str | None = None
     """Directory for this rank's logits, when the run is recorded."""

@@ -13,6 +13,7 @@ from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
 from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.forward_kv import ForwardKV
@@ -77,9 +78,9 @@ class ModelRunner:
         ]
         rows = torch.tensor([row for _, row in wanted], dtype=torch.int64)
         if self._log is None:
-            logits = self._transformer.logits(hidden[rows])
+            logits = self._transformer.logits(hidden[to_device(rows, hidden.device)]).cpu()
         else:
-            every = self._transformer.logits(hidden)
+            every = self._transformer.logits(hidden).cpu()
             rooms = np.repeat(
                 [r.room for r in batch.requests], [r.new_tokens for r in batch.requests]
             )

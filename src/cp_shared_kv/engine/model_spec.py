@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,9 +16,13 @@ from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.ops.gpu import ops_for
+from cp_shared_kv.model.transformer import Transformer
 
 HEADER_LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100 * 2**20
+
+logger = logging.getLogger("cp_shared_kv")
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,15 @@ def describe_model(config: EngineConfig) -> ModelDescription:
         fingerprint=_fingerprint(config.model_path),
         compute_dtype=dtype,
     )
+
+
+def load_transformer(
+    config: EngineConfig, model: ModelDescription, device: torch.device
+) -> Transformer:
+    """The model with its weights on a device, and a line in the log that says how it computes."""
+    name, ops = ops_for(device, model.compute_dtype)
+    logger.info("attention by %s on %s", name, device.type)
+    return Transformer.load(config.model_path, model.compute_dtype, ops, device)
 
 
 def compute_dtype(chosen: Dtype, checkpoint_dtype: str | None) -> torch.dtype:

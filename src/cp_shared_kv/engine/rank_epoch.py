@@ -15,6 +15,7 @@ from cp_shared_kv.engine.messages import BatchDone, Configure, RoomToken
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription
 from cp_shared_kv.engine.rank_pools import RankPools
+from cp_shared_kv.engine.readers import make_reader
 from cp_shared_kv.engine.recording import LogitsLog
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.state import SamplingState
@@ -22,11 +23,7 @@ from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import LayoutError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, Positions
 from cp_shared_kv.model.transformer import Transformer
-from cp_shared_kv.reads.full_view import FullViewReader
-from cp_shared_kv.reads.group import CPGroup
-from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
-from cp_shared_kv.reads.pull import PullReader
-from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.reads.group import CPGroup, GpuGroup
 from cp_shared_kv.transfer.messages import AbortRoom, Concluded, OpenRoom, Quiesced, Sent
 from cp_shared_kv.transfer.transport import KVTransport
 
@@ -54,8 +51,13 @@ class RankEpoch:
         rank = group.cp_rank
         self._configure, self._spec, self._group = configure, spec, group
         self._to_controller = to_controller
-        self._scratch = Scratch(configure.scratch_limit_bytes)
-        if configure.shared:
+        device = transformer.device
+        if configure.shared and device.type == "cuda":
+            assert isinstance(group, GpuGroup), "a rank on a GPU has the group for it"
+            self._pools = RankPools.make_on_gpus(
+                model.pool_spec, configure.physical_pages, group, device
+            )
+        elif configure.shared:
             names = [
                 spec.region_name(life, f"rank{r}", configure.epoch) for r in range(group.cp_size)
             ]
@@ -63,14 +65,19 @@ class RankEpoch:
                 model.pool_spec, configure.physical_pages, group, names
             )
         else:
-            self._pools = RankPools.make_replicated(model.pool_spec, configure.physical_pages)
+            self._pools = RankPools.make_replicated(
+                model.pool_spec, configure.physical_pages, device
+            )
+        reader, self._scratch = make_reader(
+            configure.kv_read, self._pools, group, configure.scratch_limit_bytes
+        )
         record = configure.record
         self._runner = ModelRunner(
             transformer,
             self._pools.pool,
             self._pools.layout,
             group,
-            self._reader(),
+            reader,
             spec.engine_config().nsa_prefill_cp_mode,
             self._scratch,
             None if record is None else LogitsLog(Path(record) / f"rank{rank}"),
@@ -148,13 +155,6 @@ class RankEpoch:
         """Forget all rooms and give the pools up."""
         self.sender.close()
         self._pools.close()
-
-    def _reader(self) -> PrefixReader:
-        if self._configure.kv_read == "pull":
-            return PullReader(self._group, self._pools.peers)
-        if self._configure.kv_read == "collective":
-            return FullViewReader(self._group, self._pools.pool, self._scratch)
-        return LocalReader()
 
     def _flip_a_bit(self, batch: Batch) -> None:
         """Damage the first page here of the batch's prefixes, in its slightest: a test's wish."""

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_shared_kv.errors import CpkvError, StartupError
+from cp_shared_kv.errors import CapacityError, CpkvError, StartupError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
-from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.memory.symmetric_buffers import gpu_buffer
+from cp_shared_kv.reads.group import CPGroup, GpuGroup
 
 
 @dataclass
@@ -20,7 +21,8 @@ class RankPools:
     layout: CpSharedKVLayout
     pool: KVPool
     peers: list[KVPool]
-    """All pools of the group by rank, this rank's own included; just its own when replicated."""
+    """All pools of the group by rank, this rank's own included; just its own when replicated, and
+    on GPUs, where the pool's buffer knows its peers."""
 
     @classmethod
     def make_shared(
@@ -58,10 +60,39 @@ class RankPools:
         return cls(layout, peers[group.cp_rank], peers)
 
     @classmethod
-    def make_replicated(cls, spec: KVPoolSpec, physical_pages: int) -> RankPools:
+    def make_on_gpus(
+        cls, spec: KVPoolSpec, physical_pages: int, group: GpuGroup, device: torch.device
+    ) -> RankPools:
+        """Make this rank's pool on its GPU, mapped by all others where they can. Collective.
+
+        If any rank has too little memory, every rank raises.
+        """
+        layout = CpSharedKVLayout(
+            spec.page_size, group.cp_size, group.cp_rank, physical_pages=physical_pages
+        )
+        nbytes = spec.pool_bytes(physical_pages)
+        torch.cuda.empty_cache()  # what an earlier epoch had is for this one to take
+        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
+        failure: CpkvError | None = None
+        if free_bytes < nbytes:
+            failure = CapacityError(
+                f"too little memory on {device} for this rank's pool",
+                value=f"{nbytes} bytes wanted",
+                allowed=f"{free_bytes} bytes free of {total_bytes}",
+                change="lower --max-total-tokens",
+            )
+        _agree(group, failure, "make its pool")
+        buffer = gpu_buffer(nbytes, group.host_process_group, device)
+        pool = KVPool(spec, physical_pages, buffer)
+        return cls(layout, pool, [pool])
+
+    @classmethod
+    def make_replicated(
+        cls, spec: KVPoolSpec, physical_pages: int, device: torch.device | None = None
+    ) -> RankPools:
         """A pool that holds every page, as ranks have today; nobody else reads it."""
         layout = CpSharedKVLayout(spec.page_size, 1, 0, physical_pages=physical_pages)
-        buffer: Buffer = PrivateBuffer(spec.pool_bytes(physical_pages))
+        buffer: Buffer = PrivateBuffer(spec.pool_bytes(physical_pages), device)
         pool = KVPool(spec, physical_pages, buffer)
         return cls(layout, pool, [pool])
 

@@ -72,7 +72,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
             epoch=epoch,
             role=role,
             session_id=session_id,
-            transport=self.config["disaggregation_transfer_backend"],
+            transport=self.engine_config().transport,
             cp_size=self.limits.cp_size if role == "prefill" else 1,
             page_size=self.limits.page_size,
             model_fingerprint=self.model_fingerprint,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from cp_shared_kv.engine.budget import (
     SCRATCH_LAYERS,
@@ -23,15 +25,32 @@ from cp_shared_kv.transfer.messages import MAX_TOKENS
 
 MEMORY_SHARE = 0.5
 """Part of the free memory for pools and scratch when --max-total-tokens is not given."""
+GPU_MEMORY_SHARE = 0.9
+"""The same of a GPU, whose other memory has been set aside by then."""
+
+
+@dataclass(frozen=True)
+class MemoryPlace:
+    """A GPU, or all of the host: what is free there, and who keeps KV in it."""
+
+    free_bytes: int
+    ranks: int
+    decode_workers: int
 
 
 def resolve_limits(
-    config: EngineConfig, spec: KVPoolSpec, model_context_length: int, *, free_bytes: int
+    config: EngineConfig,
+    spec: KVPoolSpec,
+    model_context_length: int,
+    *,
+    free_bytes: int = 0,
+    gpus: Sequence[MemoryPlace] = (),
 ) -> EngineLimits:
     """Work out every size once, before any process starts.
 
-    `free_bytes` is what pools and scratch may be made from when `--max-total-tokens` is not
-    given; the scratch of the longest prefix is charged before the pools are sized.
+    `free_bytes` of the host, or those of the `gpus` where there are any, are what pools and scratch
+    may be made from when `--max-total-tokens` is not given; the scratch of the longest prefix is
+    charged before the pools are sized.
     """
     context_length = config.context_length or min(model_context_length, MAX_TOKENS)
     if context_length > model_context_length:
@@ -44,7 +63,11 @@ def resolve_limits(
     if config.max_total_tokens is not None:
         capacity = KVCapacity.from_tokens(config.max_total_tokens, page_size, sharers(config))
     else:
-        capacity = _sized_by_budget(config, spec, context_length, int(free_bytes * MEMORY_SHARE))
+        share = GPU_MEMORY_SHARE if gpus else MEMORY_SHARE
+        host = MemoryPlace(
+            free_bytes, config.prefill_groups * config.cp_size, config.decode_workers
+        )
+        capacity = _sized_by_budget(config, spec, context_length, gpus or (host,), share)
     decode_tokens = config.decode_max_total_tokens or capacity.logical_tokens
     decode_capacity = KVCapacity.from_tokens(decode_tokens, page_size, 1)
     longest_pages = longest_prefix_pages(config, capacity, context_length)
@@ -75,40 +98,60 @@ def resolve_limits(
 
 
 def _sized_by_budget(
-    config: EngineConfig, spec: KVPoolSpec, context_length: int, budget_bytes: int
+    config: EngineConfig,
+    spec: KVPoolSpec,
+    context_length: int,
+    places: Sequence[MemoryPlace],
+    share: float,
 ) -> KVCapacity:
-    """The largest pools of which all ranks', their scratch and decode's stay within the budget."""
-    ranks, owners, page_size = (
-        config.prefill_groups * config.cp_size,
-        sharers(config),
-        config.page_size,
-    )
+    """The largest pools of which all ranks', their scratch and decode's stay within the budgets."""
+    fitting = [_fitting(config, spec, context_length, place, share) for place in places]
+    # More than a few contexts a rank would only lengthen the start of a small model.
+    owners, page_size = sharers(config), config.page_size
+    enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, owners)
+    return min(enough, *filter(None, fitting), key=lambda c: c.physical_pages)
+
+
+def _fitting(
+    config: EngineConfig, spec: KVPoolSpec, context_length: int, place: MemoryPlace, share: float
+) -> KVCapacity | None:
+    """The largest pools that one place has room for; None where none of it is sized by it."""
+    budget_bytes, ranks = int(place.free_bytes * share), place.ranks
+    owners, page_size = sharers(config), config.page_size
     # A decode worker's pool is as large as a group's, unless it has its own size.
-    copies = ranks + config.decode_workers * owners
+    decode_copies = place.decode_workers * owners
     if config.decode_max_total_tokens is not None:
         decode = KVCapacity.from_tokens(config.decode_max_total_tokens, page_size, 1)
-        budget_bytes -= config.decode_workers * spec.pool_bytes(decode.physical_pages)
-        copies = ranks
-    capacity = capacity_of_rank(
+        budget_bytes -= place.decode_workers * spec.pool_bytes(decode.physical_pages)
+        decode_copies = 0
+    copies = ranks + decode_copies
+    if not ranks:
+        if not copies:
+            return None
+        page_bytes = copies * spec.bytes_per_page
+        return KVCapacity.from_budget(max(0, budget_bytes), page_bytes, page_size, owners)
+    return capacity_of_rank(
         config,
         spec.sizes,
         rank_bytes=budget_bytes // ranks,
         context_length=context_length,
         page_bytes=-(-copies * spec.bytes_per_page // ranks),  # with a share of decode's page
     )
-    # More than a few contexts a rank would only lengthen the start of a small model.
-    enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, owners)
-    return min(capacity, enough, key=lambda c: c.physical_pages)
 
 
 def free_memory_bytes() -> int:
     """Bytes that pools could take: the least of free RAM and free shared memory."""
+    return min(free_ram_bytes(), free_shared_memory_bytes())
+
+
+def free_ram_bytes() -> int:
+    """Bytes of RAM that can be had without swapping."""
     available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     with open("/proc/meminfo", encoding="ascii") as meminfo:
         for line in meminfo:
             if line.startswith("MemAvailable:"):
                 available = int(line.split()[1]) * 1024
-    return min(available, free_shared_memory_bytes())
+    return available
 
 
 def free_shared_memory_bytes() -> int:

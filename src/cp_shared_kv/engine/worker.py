@@ -25,15 +25,16 @@ from cp_shared_kv.engine.messages import (
     RankReady,
     RankState,
 )
-from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
+from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
+from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.transfer_ends import rank_transport
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.model.transformer import Transformer
-from cp_shared_kv.reads.group import CPGroup, TorchGroup
+from cp_shared_kv.reads.group import CPGroup, GpuGroup, TorchGroup
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
-from cp_shared_kv.transfer.transports import make_transport
 
 RESEND_SECONDS = 1.0
 """A conclusion that decode has not acknowledged is said again after so long."""
@@ -66,9 +67,8 @@ class RankWorker:
         self.controller = dealer(self._identity, spec.endpoints.inbox(life))
         self.decodes: dict[int, zmq.Socket[bytes]] = {}
         """Links to decode workers, by the epoch of each."""
-        self._transport = make_transport(
-            spec.engine_config().disaggregation_transfer_backend,
-            f"{spec.run_id}-{life}-rank{self._rank}",
+        self._transport = rank_transport(
+            spec.engine_config(), f"{spec.run_id}-{life}-rank{self._rank}", transformer.device
         )
         self._epoch: RankEpoch | None = None
         self.writes_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -171,8 +171,9 @@ class RankWorker:
             link.send(encode(message))
 
 
-def make_group(spec: RunSpec, life: Life, rank: int) -> CPGroup:
-    """Join the group's collectives: gloo over a file store in the run's private directory."""
+def make_group(spec: RunSpec, life: Life, rank: int, device: torch.device) -> CPGroup:
+    """Join the group's collectives: gloo over a file store in the run's private directory, and
+    NCCL for what is on GPUs."""
     dist.init_process_group(
         "gloo",
         init_method=f"file://{spec.run_dir}/gloo-{life}",
@@ -181,16 +182,20 @@ def make_group(spec: RunSpec, life: Life, rank: int) -> CPGroup:
     )
     group = dist.group.WORLD
     assert group is not None
-    return TorchGroup(group)
+    if device.type == "cpu":
+        return TorchGroup(group)
+    gpus = dist.new_group(list(range(spec.limits.cp_size)), backend="nccl")
+    assert isinstance(gpus, dist.ProcessGroup)
+    return GpuGroup(group, gpus)
 
 
 def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
     """Body of a rank process."""
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     config = spec.engine_config()
+    device = set_up_device(config, life, rank)
     model = describe_model(config)
-    transformer = Transformer.load(config.model_path, model.compute_dtype)
-    worker = RankWorker(spec, life, model, transformer, make_group(spec, life, rank))
+    transformer = load_transformer(config, model, device)
+    worker = RankWorker(spec, life, model, transformer, make_group(spec, life, rank, device))
     worker.controller.send(encode(RankReady(rank=rank)))
     link.report("ready")
     next_look_seconds = time.monotonic() + RESEND_SECONDS

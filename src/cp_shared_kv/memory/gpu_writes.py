@@ -12,7 +12,7 @@ from cp_shared_kv.memory.formats.fp8_ds_mla import Fp8DsMlaFormat
 from cp_shared_kv.memory.formats.fp8_scaled import Fp8ScaledFormat
 from cp_shared_kv.memory.formats.plain import PlainIndexFormat, PlainLatentFormat
 from cp_shared_kv.memory.page_format import IndexFormat, LatentFormat, PageFormat
-from cp_shared_kv.memory.pool import WritePlan
+from cp_shared_kv.memory.pool import KVPoolSpec, WritePlan
 
 
 def store_latent(
@@ -75,6 +75,13 @@ def store_index(
             )
         case _:
             raise _without_kernel(page_format)
+
+
+def check_kernels(spec: KVPoolSpec) -> None:
+    """ConfigError unless there is a kernel for each of the pool's formats."""
+    latent = spec.latent
+    if isinstance(latent, Fp8DsMlaFormat) and latent.row_bytes % 4:
+        raise _without_kernel(latent)
 
 
 def _without_kernel(page_format: PageFormat) -> ConfigError:

@@ -54,7 +54,10 @@ class PageFormat:
         """Read rows: pages u8[*, page_bytes], slots i64[n] -> u8[n, row_bytes], a fresh tensor."""
         _check_slots(slots)
         if len(self.sections) == 1:
-            return pages.view(-1, self.row_bytes).index_select(0, slots)
+            rows = pages.view(-1, self.row_bytes)
+            if rows.is_cuda:  # where torch reads word by word, or else byte by byte
+                _, rows, _ = self._in_words(rows, rows)
+            return rows.index_select(0, slots).view(torch.uint8)
         rows = pages.new_empty(len(slots), self.row_bytes)
         page, offset = slots // self.page_size, slots % self.page_size
         for section, part in self._sections(pages, rows):

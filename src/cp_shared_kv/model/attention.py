@@ -11,11 +11,9 @@ from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.indexer import Indexer
 from cp_shared_kv.model.kv_access import KVAccess
 from cp_shared_kv.model.ops.interface import AttentionOps
-from cp_shared_kv.model.query_blocks import RequestBlocks
+from cp_shared_kv.model.query_blocks import RequestBlocks, block_sizes
 from cp_shared_kv.model.rope import Rotation
 from cp_shared_kv.model.weights import AttentionWeights
-
-_MOST_GATHERED = 1 << 22  # values of one block's gathered rows: 16 MB of fp32
 
 
 class SparseAttention:
@@ -81,9 +79,15 @@ class SparseAttention:
         layer: int,
         kv: KVAccess,
     ) -> torch.Tensor:
-        config, attended = self._config, torch.empty_like(q_latent)
+        config = self._config
+        if self._ops.attend_rows is not None and (rows := kv.latent_rows(layer)) is not None:
+            attended = self._ops.attend_rows(q_latent, q_pe, rows, selected, config.softmax_scale)
+            if attended is not None:
+                return attended
+        attended = torch.empty_like(q_latent)
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        step = max(1, _MOST_GATHERED // max(1, selected.shape[1] * width))
+        most = block_sizes(q_latent.device).most_gathered
+        step = max(1, most // max(1, selected.shape[1] * width))
         for start in range(0, len(selected), step):
             rows = slice(start, start + step)
             valid = selected[rows] >= 0

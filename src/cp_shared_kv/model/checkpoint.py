@@ -62,12 +62,15 @@ class Checkpoint:
             self._check_one(name, shape, ("F32",))
         return frozenset(shapes) | frozenset(scales)
 
-    def tensor(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor:
         """One tensor checked before, in the given dtype, in memory of its own; fp8 times scales."""
         stored = self._handles[self._file_of[name]].get_tensor(name)
         if stored.dtype == torch.float8_e4m3fn:
-            return dequantised(stored, self.tensor(name + SCALE_SUFFIX, torch.float32), dtype)
-        return stored.to(dtype, copy=True)
+            scale = self.tensor(name + SCALE_SUFFIX, torch.float32, device)
+            return dequantised(stored.to(device), scale, dtype)
+        return stored.to(device=device, dtype=dtype, copy=True)
 
     def _require(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         missing = [name for name in shapes if name not in self._file_of]

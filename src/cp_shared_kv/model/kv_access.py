@@ -53,6 +53,11 @@ class KVAccess(Protocol):
         """The stored (latent [*, r], k_pe [*, dr]) at slots i64[*], of any shape."""
         ...
 
+    def latent_rows(self, layer: int) -> torch.Tensor | None:
+        """What slots are indices of: rows [*, r + dr] in the compute dtype, latent and k_pe side
+        by side. None where they are not stored so."""
+        ...
+
     def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """The stored index keys [*, dI] at slots i64[*]."""
         ...

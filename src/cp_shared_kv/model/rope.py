@@ -38,7 +38,9 @@ class Rotation:
 class RotaryEmbedding:
     """The frequencies of a model: base theta, stretched by YaRN where the config says so."""
 
-    def __init__(self, parameters: RopeParameters, width: int) -> None:
+    def __init__(
+        self, parameters: RopeParameters, width: int, device: torch.device | None = None
+    ) -> None:
         exponents = torch.arange(0, width, 2).float() / width
         periods = parameters.theta**exponents
         self._frequencies = 1.0 / periods
@@ -49,6 +51,8 @@ class RotaryEmbedding:
             kept = 1 - _stretched_share(parameters.yarn, parameters.theta, width)
             stretched = 1.0 / (parameters.yarn.factor * periods)
             self._frequencies = stretched * (1 - kept) + self._frequencies * kept
+        # Computed on the host for every device: another's powers may round differently.
+        self._frequencies = self._frequencies.to(device)
 
     def at(self, positions: torch.Tensor) -> Rotation:
         """The rotation at positions i64[t]. Angles are products of fp32 numbers, as in training."""

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
+from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.model.attention import SparseAttention
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.kv_access import KVAccess
@@ -61,7 +62,7 @@ class Transformer:
         self, config: ModelConfig, weights: ModelWeights, ops: AttentionOps = REFERENCE_OPS
     ) -> None:
         self.config, self._weights = config, weights
-        self._rope = RotaryEmbedding(config.rope, config.qk_rope_head_dim)
+        self._rope = RotaryEmbedding(config.rope, config.qk_rope_head_dim, self.device)
         self._layers = tuple(DecoderLayer(config, layer, ops) for layer in weights.layers)
 
     @classmethod
@@ -70,27 +71,37 @@ class Transformer:
         directory: Path | str,
         dtype: torch.dtype = torch.float32,
         ops: AttentionOps = REFERENCE_OPS,
+        device: torch.device | None = None,
     ) -> Transformer:
-        """Load a Hugging Face safetensors directory. Raises CheckpointError and ConfigError."""
+        """Load a Hugging Face safetensors directory, into host memory or that of `device`.
+
+        Raises CheckpointError and ConfigError.
+        """
         config = ModelConfig.from_directory(directory)
-        return cls(config, load_weights(Path(directory), config, dtype), ops)
+        return cls(config, load_weights(Path(directory), config, dtype, device), ops)
 
     @property
     def dtype(self) -> torch.dtype:
         """The compute dtype: of hidden states, and of what is handed to `kv.store`."""
         return self._weights.embedding.dtype
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are, and where it computes."""
+        return self._weights.embedding.device
+
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kv: KVAccess
     ) -> torch.Tensor:
         """Compute this rank's tokens and store their KV.
 
-        token_ids i64[t] and positions i64[t] are the rank's share of the batch, request by
-        request as `kv.requests` says; t may be 0. Returns hidden states [t, hidden], before the
-        final norm, for `logits`. Collective: every rank of the group calls it for every batch.
+        token_ids i64[t] and positions i64[t], in host memory, are the rank's share of the batch,
+        request by request as `kv.requests` says; t may be 0. Returns hidden states [t, hidden],
+        before the final norm, for `logits`. Collective: every rank of the group calls it for
+        every batch.
         """
-        hidden = functional.embedding(token_ids, self._weights.embedding)
-        rotation = self._rope.at(positions)
+        hidden = functional.embedding(to_device(token_ids, self.device), self._weights.embedding)
+        rotation = self._rope.at(to_device(positions, self.device))
         requests = query_blocks(kv.requests, positions)
         selected: torch.Tensor | None = None
         for index, layer in enumerate(self._layers):

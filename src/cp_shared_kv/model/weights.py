@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -82,8 +83,15 @@ class ModelWeights:
     lm_head: torch.Tensor  # [vocab, hidden]
 
 
-def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> ModelWeights:
-    """Load a safetensors directory into CPU memory in `dtype`; fp8 weights are dequantised.
+def load_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | None = None,
+) -> ModelWeights:
+    """Load a safetensors directory in `dtype` into host memory, or that of `device`.
+
+    Block-fp8 weights are dequantised there.
 
     Multi-token-prediction layers lie behind the last layer and are skipped by name. Raises
     CheckpointError on a tensor that is missing, has another shape or is unknown.
@@ -97,7 +105,7 @@ def load_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> Mo
             value=f"{', '.join(unknown[:3])} in {directory}",
             change="check that config.json belongs to these weights",
         )
-    return _Loader(checkpoint, config, dtype).model()
+    return WeightLoader(checkpoint, config, dtype, device or torch.device("cpu")).model()
 
 
 def _ignored(name: str, config: ModelConfig) -> bool:
@@ -108,13 +116,25 @@ def _ignored(name: str, config: ModelConfig) -> bool:
     return 0 <= extra < config.num_nextn_predict_layers
 
 
-class _Loader:
-    """Puts a checkpoint's tensors where the model wants them."""
+class TensorSource(Protocol):
+    """What tensors come from by name: a `Checkpoint`, or what makes them up."""
 
-    def __init__(self, checkpoint: Checkpoint, config: ModelConfig, dtype: torch.dtype) -> None:
-        self._checkpoint, self._config, self._dtype = checkpoint, config, dtype
+    def tensor(
+        self, name: str, dtype: torch.dtype, device: torch.device | None = None
+    ) -> torch.Tensor: ...
+
+
+class WeightLoader:
+    """Puts a model's named tensors where the model wants them."""
+
+    def __init__(
+        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._source, self._config = source, config
+        self._dtype, self._device = dtype, device
 
     def model(self) -> ModelWeights:
+        """All of it."""
         return ModelWeights(
             embedding=self._get("model.embed_tokens.weight"),
             layers=tuple(self._layer(index) for index in range(self._config.num_hidden_layers)),
@@ -123,7 +143,7 @@ class _Loader:
         )
 
     def _get(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
-        return self._checkpoint.tensor(name, dtype or self._dtype)
+        return self._source.tensor(name, dtype or self._dtype, self._device)
 
     def _layer(self, index: int) -> LayerWeights:
         prefix = f"model.layers.{index}."
@@ -175,8 +195,9 @@ class _Loader:
             config.moe_intermediate_size,
             config.hidden_size,
         )
-        gate_up = torch.empty(experts, 2 * width, hidden, dtype=self._dtype)
-        down = torch.empty(experts, hidden, width, dtype=self._dtype)
+        dtype, device = self._dtype, self._device
+        gate_up = torch.empty(experts, 2 * width, hidden, dtype=dtype, device=device)
+        down = torch.empty(experts, hidden, width, dtype=dtype, device=device)
         for expert in range(experts):
             one = self._mlp(f"{prefix}experts.{expert}.")
             gate_up[expert], down[expert] = one.gate_up_proj, one.down_proj

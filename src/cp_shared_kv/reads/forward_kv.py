@@ -13,7 +13,7 @@ import torch
 from cp_shared_kv.errors import ConfigError, InvariantError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode, split_tokens
-from cp_shared_kv.memory.device_copy import to_device
+from cp_shared_kv.memory.formats.plain import PlainLatentFormat
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, WritePlan
 from cp_shared_kv.memory.row_encoder import RowEncoder
@@ -40,9 +40,9 @@ class LocalTokens:
     """The batch's new tokens that one rank computes."""
 
     indices: torch.Tensor
-    """i64[t]: their places among the batch's new tokens, ascending."""
+    """i64[t], in host memory: their places among the batch's new tokens, ascending."""
     positions: torch.Tensor
-    """i64[t]: their positions in their requests."""
+    """i64[t], in host memory: their positions in their requests."""
     requests: list[LocalSpan]
 
     @classmethod
@@ -51,7 +51,6 @@ class LocalTokens:
         share: npt.NDArray[np.int64],
         requests: Sequence[BatchSpan],
         plan: ReadPlan,
-        device: torch.device,
     ) -> Self:
         """share i64[t]: the indices, as `split_tokens` gives them."""
         ends = np.cumsum([0, *(request.new_len for request in requests)])
@@ -63,8 +62,7 @@ class LocalTokens:
             LocalSpan(start, stop, slots)
             for start, stop, slots in zip(bounds, bounds[1:], plan.request_slots, strict=False)
         ]
-        indices, positions = torch.from_numpy(share), torch.from_numpy(positions)
-        return cls(to_device(indices, device), to_device(positions, device), spans)
+        return cls(torch.from_numpy(share), torch.from_numpy(positions), spans)
 
 
 class ForwardKV:
@@ -92,7 +90,8 @@ class ForwardKV:
         self.positions = tokens.positions
         self.requests = tokens.requests
         self._pool = pool
-        self._encoder = RowEncoder(pool.spec, len(tokens.indices), tokens.indices.device)
+        device = pool.buffer.tensor.device
+        self._encoder = RowEncoder(pool.spec, len(tokens.indices), device)
         self._plan = plan
         self._exchange = exchange
         self._reader = reader
@@ -141,7 +140,7 @@ class ForwardKV:
             reader,
             WritePlan.build(layout, plan.new_locs).to(device),
             scratch_pages,
-            LocalTokens.of(shares[group.cp_rank], requests, plan, device),
+            LocalTokens.of(shares[group.cp_rank], requests, plan),
             dtype,
         )
 
@@ -181,6 +180,14 @@ class ForwardKV:
         rows = spec.latent.gather_rows(self._source("latent", layer), slots.reshape(-1))
         latent, k_pe = spec.latent.decode(rows, self.dtype)
         return latent.unflatten(0, slots.shape), k_pe.unflatten(0, slots.shape)
+
+    def latent_rows(self, layer: int) -> torch.Tensor | None:
+        """Rows [*, kv_lora_rank + qk_rope_head_dim] as slots index them, where the format stores
+        what is computed in; else None."""
+        latent = self._pool.spec.latent
+        if not isinstance(latent, PlainLatentFormat) or latent.stored != self.dtype:
+            return None
+        return self._source("latent", layer).view(-1, latent.row_bytes).view(self.dtype)
 
     def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
         """slots i64[*] -> index K [*, index_head_dim]."""

@@ -48,6 +48,24 @@ class TorchGroup:
         dist.barrier(self._group)
 
 
+class GpuGroup(TorchGroup):
+    """A CP group whose bytes in host memory go over one process group, those on GPUs over NCCL."""
+
+    def __init__(self, host: dist.ProcessGroup, gpus: dist.ProcessGroup) -> None:
+        super().__init__(host)
+        self.host_process_group = host
+        self._gpus = gpus
+
+    def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
+        getattr(dist, _ALL_GATHER)(
+            out.view(-1), local, group=self._gpus if local.is_cuda else self.host_process_group
+        )
+
+    def barrier(self) -> None:
+        torch.cuda.synchronize()
+        super().barrier()
+
+
 class SoloGroup:
     """A group of one rank, without torch.distributed."""
 

@@ -14,9 +14,15 @@ from cp_shared_kv.reads.plan import ReadPlan
 class PrefixReader(Protocol):
     """Copies the pages of a plan into scratch. All readers give the same bytes."""
 
-    pages_read: int
-    """Pages of one layer and kind copied since the start, this rank's own among them."""
-    bytes_read: int
+    @property
+    def pages_read(self) -> int:
+        """Pages of one layer and kind copied since the start, this rank's own among them."""
+        ...
+
+    @property
+    def bytes_read(self) -> int:
+        """The bytes of those pages."""
+        ...
 
     def begin(self, plan: ReadPlan) -> None:
         """Prepare for one forward pass; collective, before the first write of the forward."""

@@ -3,34 +3,50 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cp_shared_kv.errors import TransferError
 from cp_shared_kv.memory.buffers import Buffer
 from cp_shared_kv.transfer.regions import Region
 
 Memory = npt.NDArray[np.uint8]
+View = TypeVar("View")
 
 
-class LocalRegions:
+def host_bytes(tensor: torch.Tensor) -> Memory:
+    """The bytes of a buffer in host memory."""
+    return tensor.numpy()
+
+
+class LocalRegions(Generic[View]):
     """Registered buffers by name, and how many writes read from each. Its owner locks it.
 
     A registered buffer's memory stays alive until it is removed, also if the buffer is closed.
     """
 
-    def __init__(self, session_id: str) -> None:
+    def __init__(
+        self,
+        session_id: str,
+        view: Callable[[torch.Tensor], View] = host_bytes,  # pyright: ignore[reportArgumentType]
+    ) -> None:
+        """`view` makes of a buffer's tensor what `get` is to return."""
         self._session_id = session_id
-        self._memory: dict[str, Memory] = {}
+        self._view = view
+        self._memory: dict[str, View] = {}
+        self._nbytes: dict[str, int] = {}
         self._writes: Counter[str] = Counter()
 
     def add(self, buffer: Buffer) -> Region:
-        """Register a buffer in host memory. TransferError: `conflict` if its name is taken."""
+        """Register a buffer. TransferError: `conflict` if its name is taken."""
         name = buffer.name or f"private-{id(buffer):x}"
         if name in self._memory:
             raise self._error(f"region {name} is registered already", "conflict")
-        self._memory[name] = buffer.tensor.numpy()
+        self._memory[name], self._nbytes[name] = self._view(buffer.tensor), buffer.nbytes
         return Region(name, buffer.nbytes)
 
     def remove(self, region: Region) -> None:
@@ -41,11 +57,15 @@ class LocalRegions:
             raise self._error(
                 f"region {region.name} is being read by a write", "in_use", quiescent=False
             )
-        del self._memory[region.name]
+        del self._memory[region.name], self._nbytes[region.name]
 
-    def get(self, name: str) -> Memory | None:
-        """The bytes of a region: u8[nbytes]."""
+    def get(self, name: str) -> View | None:
+        """The bytes of a region."""
         return self._memory.get(name)
+
+    def nbytes(self, name: str) -> int:
+        """The size of a registered region."""
+        return self._nbytes[name]
 
     def begin_write(self, name: str) -> None:
         """A write reads from the region until `end_write`."""
@@ -63,6 +83,7 @@ class LocalRegions:
     def clear(self) -> None:
         """Forget all regions; no write may be under way."""
         self._memory.clear()
+        self._nbytes.clear()
 
     def _error(self, what: str, kind: str, *, quiescent: bool = True) -> TransferError:
         return TransferError(what, kind=kind, peer=self._session_id, quiescent=quiescent)

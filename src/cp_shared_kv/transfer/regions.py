@@ -20,11 +20,15 @@ class Region(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     `address` is where the region lies in its owner's memory, for transports that write to
     addresses; 0 where it is mapped by name. Whoever decodes a region has it checked that no
     byte of it lies outside the address space.
+
+    `ipc_handle` are the 64 bytes by which CUDA maps memory of a GPU, in hexadecimal; empty for any
+    other memory.
     """
 
     name: Annotated[str, Meta(pattern=r"\A[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\Z")]
     nbytes: Annotated[int, Meta(ge=1, le=1 << 60)]
     address: Annotated[int, Meta(ge=0, le=ADDRESS_SPACE_BYTES - 1)] = 0
+    ipc_handle: Annotated[str, Meta(pattern=r"\A([0-9a-f]{128})?\Z")] = ""
 
     def __post_init__(self) -> None:
         if self.address + self.nbytes > ADDRESS_SPACE_BYTES:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Collection, Generator
-from concurrent.futures import Future
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Collection
 
-from cp_shared_kv.errors import CpkvError, TransferError
+from cp_shared_kv.errors import TransferError
 from cp_shared_kv.memory.buffers import Buffer, SharedMemoryBuffer
-from cp_shared_kv.transfer.local_regions import LocalRegions, Memory
+from cp_shared_kv.transfer.local_regions import Memory, host_bytes
+from cp_shared_kv.transfer.mapped_transport import Ended, MappedTransport
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.strided_copy import copy_runs
-from cp_shared_kv.transfer.transport import PeerInfo, Runs, check_ranges
+from cp_shared_kv.transfer.transport import Runs
 
 
-@dataclass
-class _Peer:
-    """A peer, and its regions in this process: None while it is unreachable."""
-
-    info: PeerInfo
-    memory: dict[str, Memory] | None = None
-
-
-class SharedMemoryTransport:
+class SharedMemoryTransport(MappedTransport[Memory, Memory]):
     """KVTransport between processes of one host and user.
 
     The peer's regions are POSIX shared-memory segments, mapped by name on `connect`; their owner
@@ -35,138 +23,17 @@ class SharedMemoryTransport:
     """
 
     def __init__(self, session_id: str) -> None:
-        self._session_id = session_id
-        self._changed = threading.Condition()
-        self._local = LocalRegions(session_id)
-        self._peers: dict[str, _Peer] = {}
-        self._writes_to: Counter[str] = Counter()
-        self._closed = False
+        super().__init__(session_id, host_bytes)
 
-    @property
-    def session_id(self) -> str:
-        """What peers know this end as."""
-        return self._session_id
+    def _attach(self, region: Region) -> Memory:
+        return SharedMemoryBuffer.attach(region.name, region.nbytes).tensor.numpy()
 
-    def register(self, buffer: Buffer) -> Region:
-        """Let writes read from `buffer`, private or shared. `conflict` if its name is taken."""
-        with self._changed:
-            self._check_open()
-            return self._local.add(buffer)
+    def _detach(self, memory: Memory) -> None:
+        """Nothing: the mapping ends with the last reference to it."""
 
-    def unregister(self, region: Region) -> None:
-        """Forget a region. `in_use` while a write reads from it, `unknown_region` if it is none."""
-        with self._changed:
-            self._local.remove(region)
-
-    def connect(self, peer: PeerInfo) -> None:
-        """Map a peer's regions. `unreachable` if one is not there: `revive` may try again.
-
-        `conflict` if the session is known with other regions.
-        """
-        with self._changed:
-            self._check_open()
-            known = self._peers.setdefault(peer.session_id, _Peer(peer))
-            if known.info != peer:
-                raise self._error(
-                    "peer is connected with other regions", "conflict", peer=peer.session_id
-                )
-            self._map(known)
-
-    def disconnect(self, peer: str) -> None:
-        """Forget a peer, once the writes to it that are under way have ended."""
-        with self._changed:
-            self._peers.pop(peer, None)
-            self._changed.wait_for(lambda: not self._writes_to[peer])
-
-    def write(self, peer: str, runs: Runs) -> Future[int]:
-        """Copy `runs` now. Returns a future that is done: bytes landed, or TransferError."""
-        future: Future[int] = Future()
-        try:
-            with self._in_use(peer, runs) as (local, remote):
-                check_ranges("local", peer, runs.local_offset_bytes, runs.nbytes, local.nbytes)
-                check_ranges("remote", peer, runs.remote_offset_bytes, runs.nbytes, remote.nbytes)
-                copy_runs(
-                    local, remote, runs.local_offset_bytes, runs.remote_offset_bytes, runs.nbytes
-                )
-            future.set_result(runs.total_bytes)
-        except TransferError as error:
-            future.set_exception(error)
-        return future
-
-    def revive(self, peer: str) -> bool:
-        """Map the regions of a peer that could not be reached when it was connected."""
-        with self._changed:
-            known = self._peers.get(peer)
-            if known is None:
-                return False
-            try:
-                self._map(known)
-            except TransferError:
-                return False
-            return True
-
-    def close(self) -> None:
-        """Refuse new writes, wait for those under way, unmap everything."""
-        with self._changed:
-            self._closed = True
-            self._peers.clear()
-            self._changed.wait_for(lambda: not self._local.writes)
-            self._local.clear()
-
-    @contextmanager
-    def _in_use(self, peer: str, runs: Runs) -> Generator[tuple[Memory, Memory]]:
-        """The memory of both regions, kept from unregister, disconnect and close meanwhile."""
-        with self._changed:
-            self._check_open(peer)
-            known = self._peers.get(peer)
-            if known is None:
-                raise self._error(
-                    "write to a peer that is not connected", "unknown_peer", peer=peer
-                )
-            if known.memory is None:
-                raise self._error("write to a peer that is unreachable", "unreachable", peer=peer)
-            local = self._local.get(runs.local_region)
-            remote = known.memory.get(runs.remote_region)
-            if local is None or remote is None:
-                missing = runs.local_region if local is None else runs.remote_region
-                raise self._error(
-                    f"{'local' if local is None else 'remote'} region {missing} does not exist",
-                    "unknown_region",
-                    peer=peer,
-                )
-            self._local.begin_write(runs.local_region)
-            self._writes_to[peer] += 1
-        try:
-            yield local, remote
-        finally:
-            with self._changed:
-                self._local.end_write(runs.local_region)
-                self._writes_to[peer] -= 1
-                self._changed.notify_all()
-
-    def _map(self, peer: _Peer) -> None:
-        if peer.memory is not None:
-            return
-        mapped: dict[str, Memory] = {}
-        for region in peer.info.regions:
-            try:
-                mapped[region.name] = SharedMemoryBuffer.attach(
-                    region.name, region.nbytes
-                ).tensor.numpy()
-            except CpkvError as error:
-                raise self._error(
-                    f"cannot map the peer's memory: {error}",
-                    "unreachable",
-                    peer=peer.info.session_id,
-                ) from error
-        peer.memory = mapped
-
-    def _check_open(self, peer: str | None = None) -> None:
-        if self._closed:
-            raise self._error("transport is closed", "closed", peer=peer)
-
-    def _error(self, what: str, kind: str, *, peer: str | None = None) -> TransferError:
-        return TransferError(what, kind=kind, peer=peer or self._session_id, quiescent=True)
+    def _copy(self, local: Memory, remote: Memory, runs: Runs, ended: Ended) -> None:
+        copy_runs(local, remote, runs.local_offset_bytes, runs.remote_offset_bytes, runs.nbytes)
+        ended(None)
 
 
 class SharedMemoryTarget:

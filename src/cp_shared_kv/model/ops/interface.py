@@ -25,6 +25,10 @@ class AttentionOps:
         Softmax of (q_latent . latent + q_pe . k_pe) * scale over each row's own k gathered
         rows, those that are not valid left out; then the mean of the latents by it. At least
         one row of the k is valid.
+    attend_rows(q_latent[n, H, r], q_pe[n, H, dr], rows[*, r + dr], slots i64[n, k], scale)
+                     -> [n, H, r] or None
+        The same of rows[slots], those below 0 left out, for rows as they are stored; the first
+        slot of each token is none of these. None where it does not take these widths or types.
     """
 
     index_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -32,3 +36,9 @@ class AttentionOps:
     sparse_attention: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor
     ]
+    attend_rows: (
+        Callable[
+            [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor | None
+        ]
+        | None
+    ) = None

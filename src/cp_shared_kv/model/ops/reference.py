@@ -53,7 +53,8 @@ def select_topk(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Te
 
 def _visible_only(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     count = scores.shape[1]
-    least = int(visible.min())
+    # On a GPU the host would have to wait for it, which costs more than hiding in all columns.
+    least = 0 if scores.is_cuda else int(visible.min())
     if least == count:
         return scores
     hidden = torch.arange(least, count, device=scores.device) >= visible.unsqueeze(1)

@@ -1,0 +1,49 @@
+"""The reader and the scratch that go with a choice of --kv-read, for one rank."""
+
+from __future__ import annotations
+
+from cp_shared_kv.engine.config import KVReader
+from cp_shared_kv.engine.rank_pools import RankPools
+from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
+from cp_shared_kv.reads.full_view import FullViewReader
+from cp_shared_kv.reads.group import CPGroup, GpuGroup
+from cp_shared_kv.reads.peer_pull import PeerPullReader
+from cp_shared_kv.reads.peer_push import PeerPushReader
+from cp_shared_kv.reads.peer_reader import PeerReader
+from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
+from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
+
+
+def make_reader(
+    kv_read: KVReader, pools: RankPools, group: CPGroup, scratch_limit_bytes: int
+) -> tuple[PrefixReader, Scratch]:
+    """What reads the group's pages, and the scratch that a forward takes. Any rank, same choice.
+
+    ConfigError for pull or push between GPUs that cannot map each other; what is left to choose
+    goes by collective there.
+    """
+    pool, device = pools.pool, pools.pool.buffer.tensor.device
+    if device.type == "cpu":
+        scratch = Scratch(scratch_limit_bytes)
+        if kv_read == "pull":
+            return PullReader(group, pools.peers), scratch
+        if kv_read == "collective":
+            return FullViewReader(group, pool, scratch), scratch
+        return LocalReader(), scratch
+    if kv_read == "pull_or_push" and not isinstance(pool.buffer, SymmetricBuffer):
+        kv_read = "collective"
+    if kv_read in ("push", "pull_or_push"):
+        assert isinstance(group, GpuGroup), "a rank on a GPU has the group for it"
+        written_to = SymmetricScratch(scratch_limit_bytes, group.host_process_group, device)
+        push = PeerPushReader(group.cp_rank, pool, written_to)
+        if kv_read == "push":
+            return push, written_to
+        return PeerReader(PeerPullReader(group.cp_rank, pool), push), written_to
+    scratch = Scratch(scratch_limit_bytes, device)
+    if kv_read == "pull":
+        return PeerPullReader(group.cp_rank, pool), scratch
+    if kv_read == "collective":
+        return FullViewReader(group, pool, scratch), scratch
+    return LocalReader(), scratch

@@ -1,0 +1,38 @@
+"""The two ends of the transfer from prefill to decode, as a config and a device ask for them."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer
+from cp_shared_kv.transfer.cuda_ipc import CudaIpcTarget, CudaIpcTransport
+from cp_shared_kv.transfer.transport import KVTarget, KVTransport
+from cp_shared_kv.transfer.transports import make_target, make_transport
+
+
+def rank_transport(config: EngineConfig, session_id: str, device: torch.device) -> KVTransport:
+    """The sending end, at a CP rank. StartupError if what it needs is not installed."""
+    if config.transport == "cuda_ipc":
+        return CudaIpcTransport(session_id, device)
+    return make_transport(config.disaggregation_transfer_backend, session_id)
+
+
+def decode_target(config: EngineConfig, name: str) -> KVTarget:
+    """The receiving end, at decode. StartupError if what it needs is not installed."""
+    if config.transport == "cuda_ipc":
+        return CudaIpcTarget(name)
+    return make_target(config.disaggregation_transfer_backend, name)
+
+
+def decode_buffer(config: EngineConfig, name: str, nbytes: int, device: torch.device) -> Buffer:
+    """Memory for decode's pool that senders can reach. CapacityError when it does not fit."""
+    match config.transport:
+        case "cuda_ipc":
+            return CudaIpcBuffer(name, nbytes, device)
+        case "shared_memory":
+            # The name stays as long as this process: prefill groups come and go.
+            return SharedMemoryBuffer.create(name, nbytes)
+        case "mooncake":
+            return PrivateBuffer(nbytes)

@@ -1,0 +1,80 @@
+"""Sparse attention on a GPU in bf16: matrix products on its tensor cores, sums in fp32.
+
+The rest of it, and all of a model that computes in fp32, is the reference, which runs on a GPU as
+it is. No function's result depends on timing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from cp_shared_kv.model.ops import reference
+from cp_shared_kv.model.ops.interface import AttentionOps
+
+_LEAST_WIDTH = 16
+
+
+def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """See AttentionOps. By kernel, for keys whose width is a power of two."""
+    if q.dtype != torch.bfloat16 or not _suits_a_tile(keys.shape[1]):
+        return reference.index_scores(q, head_weights, keys)
+    # Here, since without a GPU there need not be a triton.
+    from cp_shared_kv.kernels import index_scores as kernel
+
+    return kernel.index_scores(q.contiguous(), head_weights.contiguous(), keys.contiguous())
+
+
+def sparse_attention(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    latent: torch.Tensor,
+    k_pe: torch.Tensor,
+    valid: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """See AttentionOps, for rows that have to be decoded.
+
+    Logits and softmax in fp32; the weights of the mean are rounded to bf16.
+    """
+    if q_latent.dtype != torch.bfloat16:
+        return reference.sparse_attention(q_latent, q_pe, latent, k_pe, valid, scale)
+    logits = torch.bmm(q_latent, latent.transpose(1, 2), out_dtype=torch.float32)
+    logits += torch.bmm(q_pe, k_pe.transpose(1, 2), out_dtype=torch.float32)
+    logits.mul_(scale).masked_fill_(~valid.unsqueeze(1), float("-inf"))
+    return torch.bmm(logits.softmax(dim=-1).to(latent.dtype), latent)
+
+
+def attend_rows(
+    q_latent: torch.Tensor,
+    q_pe: torch.Tensor,
+    rows: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+) -> torch.Tensor | None:
+    """See AttentionOps. By kernel, for widths that are powers of two."""
+    if not all(_suits_a_tile(width) for width in (q_latent.shape[2], q_pe.shape[2])):
+        return None
+    from cp_shared_kv.kernels import sparse_attention as kernel
+
+    return kernel.sparse_attention(q_latent, q_pe, rows, slots.contiguous(), scale)
+
+
+def _suits_a_tile(width: int) -> bool:
+    return width >= _LEAST_WIDTH and width & (width - 1) == 0
+
+
+GPU_OPS = replace(
+    reference.REFERENCE_OPS,
+    index_scores=index_scores,
+    sparse_attention=sparse_attention,
+    attend_rows=attend_rows,
+)
+
+
+def ops_for(device: torch.device, dtype: torch.dtype) -> tuple[str, AttentionOps]:
+    """What a model computes attention with, and how a log names it."""
+    if device.type == "cuda" and dtype == torch.bfloat16:
+        return "triton kernels in bf16, and torch where rows have to be decoded", GPU_OPS
+    return f"plain torch in {str(dtype).removeprefix('torch.')}", reference.REFERENCE_OPS
