@@ -45,8 +45,9 @@ def select_topk(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Te
     best = masked.topk(k + 1, dim=1)
     chosen = best.indices[:, :k]
     tied = (best.values[:, k - 1] == best.values[:, k]) & (visible > k)
-    for row in tied.nonzero().flatten().tolist():
-        chosen[row] = _lowest_of_tied(masked[row], best.values[row, k - 1], k)
+    rows = tied.nonzero().flatten()
+    if len(rows):
+        chosen[rows] = _lowest_of_tied(masked[rows], best.values[rows, k - 1 : k], k)
     chosen = chosen.sort(dim=1).values
     return torch.where(seen > k, chosen, all_seen)
 
@@ -63,11 +64,13 @@ def _visible_only(scores: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     return masked
 
 
-def _lowest_of_tied(row: torch.Tensor, threshold: torch.Tensor, k: int) -> torch.Tensor:
-    """All columns above the threshold, then the lowest of those at it, k in all."""
-    above = (~(row <= threshold)).nonzero().flatten()  # NaN is above all, as it is to topk
-    at_threshold = (row == threshold).nonzero().flatten()
-    return torch.cat([above, at_threshold[: k - len(above)]])
+def _lowest_of_tied(rows: torch.Tensor, threshold: torch.Tensor, k: int) -> torch.Tensor:
+    """For each row all columns above its threshold, then the lowest of those at it, k in all."""
+    above = ~(rows <= threshold)  # NaN is above all, as it is to topk
+    at_threshold = rows == threshold
+    wanted = k - above.sum(dim=1, keepdim=True)
+    lowest = at_threshold.cumsum(dim=1, dtype=torch.int32) <= wanted
+    return (above | (at_threshold & lowest)).nonzero()[:, 1].view(-1, k)
 
 
 def sparse_attention(
