@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check format soak bench bench-gpu test-gpu clean
+.PHONY: help run serve test check format soak bench bench-gpu test-gpu test-sglang clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -52,6 +52,14 @@ test-gpu: $(GPU_NEEDS) ## tests of kernels and of reads between GPUs, on two NVI
 	@$(ON_GPU) -m cp_shared_kv.testing.gpu 2
 	$(ON_GPU) -m pytest tests/kernels tests/gpu $(ARGS)
 
+# On top of the environment of the other tests: what it has itself goes first.
+SGLANG := $(CURDIR)/.cache/sglang
+SGLANG_NEWER := 0.5.12.post1
+
+test-sglang: $(SGLANG)/.ready ## tests of the SGLang plugin against SGLang itself, two releases, on a CPU
+	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+	CPKV_SGLANG_SITE=$(SGLANG)/$(SGLANG_NEWER) $(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
+
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -72,3 +80,13 @@ $(VENV)/.dev: $(VENV)/.torch pyproject.toml
 	@echo "installing cp-shared-kv with its test tools (once) ..."
 	@$(BIN)/pip install -q -e '.[dev]'
 	@touch $@ $(VENV)/.engine
+
+$(SGLANG)/.ready: $(VENV)/.dev tests/sglang/requirements.txt tests/sglang/requirements-no-deps.txt
+	@echo "installing SGLang for tests (once, 1 GB) ..."
+	@$(BIN)/python -m venv --without-pip $(SGLANG)
+	@echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" \
+	  > $$($(SGLANG)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/project.pth
+	@$(BIN)/pip --python $(SGLANG)/bin/python install -q -r tests/sglang/requirements.txt
+	@$(BIN)/pip --python $(SGLANG)/bin/python install -q --no-deps -r tests/sglang/requirements-no-deps.txt
+	@$(BIN)/pip install -q --no-deps --target $(SGLANG)/$(SGLANG_NEWER) sglang==$(SGLANG_NEWER)
+	@touch $@

@@ -5,8 +5,6 @@ from __future__ import annotations
 import random
 
 import pytest
-
-pytest.importorskip("sglang", reason="SGLang is not installed here")
 import torch
 
 from cp_shared_kv.errors import ConfigError
