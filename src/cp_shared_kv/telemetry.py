@@ -81,7 +81,11 @@ PHYSICAL_TOKENS_PER_RANK = _gauge(
 )
 CP_SIZE = _gauge("cpkv:cp_size", "ranks", "Ranks of a prefill context-parallel group.")
 PREFILL_GROUPS = _gauge("cpkv:prefill_groups", "groups", "Prefill groups of this server.")
-DECODE_WORKERS = _gauge("cpkv:decode_workers", "workers", "Decode workers of this server.")
+DECODE_WORKERS = _gauge(
+    "cpkv:decode_workers",
+    "workers",
+    "Decode workers that answer, those that joined from other hosts included.",
+)
 LONGEST_PROMPT_TOKENS = _gauge(
     "cpkv:longest_prompt_tokens", "tokens", "Longest prompt that can be served."
 )

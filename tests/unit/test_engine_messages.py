@@ -31,6 +31,8 @@ LINKS: list[tuple[Codec[Any], Any]] = [
     (codecs.DECODE_TO_CONTROLLER, codecs.DecodeToController),
     (codecs.TO_DECODE, codecs.ToDecode),
     (codecs.FROM_SUPERVISOR, codecs.FromSupervisor),
+    (codecs.FROM_SATELLITE, codecs.FromSatellite),
+    (codecs.TO_SATELLITE, codecs.ToSatellite),
     (codecs.RECORDED, codecs.Recorded),
 ]
 EXAMPLES = [*ENGINE_MESSAGES, *TRANSFER_MESSAGES]

@@ -9,6 +9,8 @@ from rich.console import Console
 
 from cp_shared_kv._version import __version__
 from cp_shared_kv.cli.help_layout import HELP_FORMATTER
+from cp_shared_kv.cli.join import join
+from cp_shared_kv.cli.keys import keys
 from cp_shared_kv.cli.plan import plan
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.cli.simulate import simulate
@@ -31,6 +33,8 @@ app.command(
     name="demo",
     help="Run a prompt larger than one rank, end to end, and prove that sharing changed no bit.",
 )
+app.command(join)
+app.command(keys)
 app.command(plan)
 app.command(serve)
 app.command(simulate)

@@ -76,6 +76,12 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
             markup=False,
             highlight=False,
         )
+        if cluster.join_address is not None:
+            console.print(
+                f"cpkv: decode workers on other hosts can join at {cluster.join_address}",
+                markup=False,
+                highlight=False,
+            )
         while not stopped.wait(WATCH_SECONDS):
             if cluster.fatal is not None:
                 raise StartupError(f"{cluster.fatal}; the cluster stops")

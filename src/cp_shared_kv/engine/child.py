@@ -13,10 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import zmq
+from msgspec import Meta
 
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR, FromSupervisor
 from cp_shared_kv.engine.run_spec import RunSpec
@@ -28,8 +29,9 @@ EXIT_REFUSED = 3
 ALIVE_SECONDS = 1.0
 """A child with a link says so often that it lives."""
 
-ChildState = Literal["started", "reachable", "ready", "alive", "failed"]
-"""reachable: others may connect to its inbox; ready: its work can begin."""
+ChildState = Literal["started", "reachable", "ready", "alive", "gave_up", "failed"]
+"""reachable: others may connect to its inbox; ready: its work can begin; gave_up: it cannot work
+with `peer`, a life on another host."""
 
 logger = logging.getLogger("cp_shared_kv")
 
@@ -39,6 +41,9 @@ class ChildReport(msgspec.Struct, frozen=True):
 
     state: ChildState
     reason: str = ""
+    address: Annotated[str, Meta(max_length=200)] = ""
+    """Where it is reached from other hosts."""
+    peer: Annotated[str, Meta(max_length=40)] = ""
 
 
 class SupervisorLink:
@@ -51,9 +56,11 @@ class SupervisorLink:
         self.socket.connect(spec.endpoints.supervisor)
         self._next_alive_seconds = 0.0
 
-    def report(self, state: ChildState, reason: str = "") -> None:
+    def report(
+        self, state: ChildState, reason: str = "", *, address: str = "", peer: str = ""
+    ) -> None:
         """Tell the supervisor; does not wait."""
-        self.socket.send(msgspec.msgpack.encode(ChildReport(state, reason)))
+        self.socket.send(msgspec.msgpack.encode(ChildReport(state, reason, address, peer)))
 
     def report_alive(self) -> None:
         """Say so, if it is time to."""

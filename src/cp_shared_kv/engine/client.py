@@ -12,7 +12,7 @@ import logging
 import secrets
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 
 import msgspec
 import numpy as np
@@ -45,6 +45,7 @@ from cp_shared_kv.engine.messages import (
     Submit,
     Tokens,
 )
+from cp_shared_kv.engine.off_host import OffHostDoor
 from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.engine.self_check import broken
@@ -63,16 +64,24 @@ logger = logging.getLogger("cp_shared_kv")
 class ClusterClient:
     """Implements `server.engine_client.EngineClient` for the processes of one run.
 
-    Lives in one event loop. `start` before anything else, `close` at the end.
+    Lives in one event loop. `start` before anything else, `close` at the end. Processes connect to
+    `address`; those of other hosts where `open_off_host` lets them, if it is given.
     """
 
-    def __init__(self, address: str, description: EngineDescription) -> None:
+    def __init__(
+        self,
+        address: str,
+        description: EngineDescription,
+        *,
+        open_off_host: Callable[[zmq.asyncio.Socket], OffHostDoor] | None = None,
+    ) -> None:
         self._description = description
         self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.sndhwm = self._socket.rcvhwm = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(address)
+        self.off_host_door = None if open_off_host is None else open_off_host(self._socket)
         self._router = Router(
             description.router_policy,
             description.page_size,
@@ -116,6 +125,8 @@ class ClusterClient:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
         self._socket.close()
+        if self.off_host_door is not None:
+            self.off_host_door.close()
 
     async def describe(self) -> EngineDescription:
         """What does not change during the engine's life."""
@@ -306,9 +317,13 @@ class ClusterClient:
         life = Life.parse(news.life)
         if life.role == "server":
             return
+        if life not in self._lost:
+            self._restarts[life.unit] += not news.final
         self._lost.add(life)
-        self._why_lost[life.unit] = news.reason
-        self._restarts[life.unit] += 1
+        if news.final:
+            self._why_lost.pop(life.unit, None)
+        else:
+            self._why_lost[life.unit] = news.reason
         self._heard_seconds.pop(life, None)
         self._problems.pop(life, None)
         self._router.lost(life)

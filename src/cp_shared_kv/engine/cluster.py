@@ -6,10 +6,10 @@ import os
 import secrets
 import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,9 +17,12 @@ from typing import Self
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.gpu_memory import check_gpu_memory, gpu_places
 from cp_shared_kv.engine.gpus import check_gpus, look_at_gpus
+from cp_shared_kv.engine.guest_door import GuestDoor
+from cp_shared_kv.engine.guests import Guests
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
+from cp_shared_kv.engine.run_dir import make_run_dir
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sizing import (
     check_shared_memory,
@@ -28,13 +31,13 @@ from cp_shared_kv.engine.sizing import (
 )
 from cp_shared_kv.engine.spawning import STOP_SECONDS, Spawner
 from cp_shared_kv.engine.supervisor import Supervisor, first_lives
-from cp_shared_kv.errors import InvariantError, StartStoppedError, StartupError
+from cp_shared_kv.engine.terms import terms_of
+from cp_shared_kv.errors import ConfigError, InvariantError, StartStoppedError, StartupError
 from cp_shared_kv.memory.buffers import remove_stale_segments
 from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
 
 POLL_SECONDS = 0.05
 SERVER = "server-0"
-MAX_IPC_PATH_BYTES = 107
 
 Progress = Callable[[str, int, int], None]
 """Called with what is going on, how much of it is done, and of how much."""
@@ -76,6 +79,7 @@ class Cluster:
         self._model = model
         self._spec: RunSpec | None = None
         self._spawner: Spawner | None = None
+        self._guest_door: GuestDoor | None = None
         self._supervisor: Supervisor | None = None
 
     @property
@@ -102,7 +106,7 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        self._run_dir = _make_run_dir()
+        self._run_dir = make_run_dir()
         self._spec = RunSpec(
             run_id=secrets.token_hex(4),
             run_dir=str(self._run_dir),
@@ -115,6 +119,7 @@ class Cluster:
             eos_token_ids=self._model.config.eos_token_ids,
         )
         self._spawner = Spawner(self._spec, self._spec.save(), self._listener, self._log_file)
+        self._guest_door = self._open_to_guests()
         self._supervisor = Supervisor(
             self._spec.endpoints,
             self._spawner,
@@ -124,10 +129,30 @@ class Cluster:
                 server=self._spawner.has_server,
             ),
             watchdog_seconds=self.config.watchdog_timeout,
+            abroad=self._guests(self._spec),
+            caller_serves=not self._spawner.has_server,
         )
         self._supervisor.start()
         self._await_ready(self._supervisor)
         self._supervisor.start_is_over()
+
+    def _open_to_guests(self) -> GuestDoor | None:
+        host, keys = self.config.control_host, self.spec.control_keys()
+        if host is None or keys is None:
+            return None
+        if self._listener is None:
+            raise ConfigError("--control-host needs the server of the run", value=host)
+        return GuestDoor(host, self.config.control_port, keys)
+
+    def _guests(self, spec: RunSpec) -> Guests | None:
+        if self._guest_door is None:
+            return None
+        return Guests(
+            self._guest_door,
+            partial(terms_of, spec),
+            first_index=self.config.decode_workers,
+            watchdog_seconds=self.config.watchdog_timeout,
+        )
 
     def _await_ready(self, supervisor: Supervisor) -> None:
         while True:
@@ -145,6 +170,11 @@ class Cluster:
     def fatal(self) -> str | None:
         """Why the run cannot go on: something failed to start again and again. Else None."""
         return self._running().fatal
+
+    @property
+    def join_address(self) -> str | None:
+        """Where decode workers of other hosts join, `HOST:PORT`; None if they cannot."""
+        return None if self._guest_door is None else self._guest_door.address
 
     def pid(self, name: str) -> int:
         """Process id of a child such as `prefill-0`, `prefill-0/rank-1`, `decode-0`, `server-0`.
@@ -184,6 +214,8 @@ class Cluster:
         """Stop every child and remove the run's files. Safe to call twice."""
         if self._supervisor is not None:
             self._supervisor.stop()
+        if self._guest_door is not None:
+            self._guest_door.close()
         if self._spawner is not None:
             self._spawner.close()
         if self._run_dir is None:
@@ -213,23 +245,3 @@ def _sized(config: EngineConfig, model: ModelDescription) -> EngineLimits:
     limits = resolve_limits(config, spec, context_length, free_bytes=free_memory_bytes())
     check_shared_memory(limits, config)
     return limits
-
-
-def _make_run_dir() -> Path:
-    """A private directory for this run's sockets and files."""
-    try:
-        run_dir = Path(tempfile.mkdtemp(prefix="cpkv-"))
-    except OSError as error:
-        raise StartupError(
-            f"cannot make the run's directory: {error}", change="set TMPDIR to a writable directory"
-        ) from error
-    longest = len(str(run_dir)) + len("/prefill-9999.999999999.sock")
-    if longest > MAX_IPC_PATH_BYTES:
-        run_dir.rmdir()
-        raise StartupError(
-            "the temporary directory's path is too long for sockets",
-            value=f"{longest} bytes",
-            allowed=f"{MAX_IPC_PATH_BYTES} bytes, with the run's name",
-            change="set TMPDIR to a shorter path",
-        )
-    return run_dir

@@ -36,6 +36,16 @@ from cp_shared_kv.engine.messages import (
     Submit,
     Tokens,
 )
+from cp_shared_kv.engine.satellite_messages import (
+    Condemned,
+    Dismissed,
+    Join,
+    Leave,
+    Refused,
+    RunOver,
+    StillHere,
+    Terms,
+)
 from cp_shared_kv.transfer.codec import Codec
 from cp_shared_kv.transfer.messages import (
     MAX_MESSAGE_BYTES,
@@ -53,6 +63,9 @@ from cp_shared_kv.transfer.messages import (
     Sent,
     Withdrawn,
 )
+
+MAX_SATELLITE_BYTES = 1 << 18
+"""The largest are the terms: a config, and the names of at most 64 lives."""
 
 FromServer = Submit | Cancel | StatsRequest | Flush | Check
 ToServer = (
@@ -77,6 +90,10 @@ RankToDecode = Sent | Concluded | Quiesced
 ReplayToDecode = BeginReplay | Reserve | Batch
 ToDecode = ControllerToDecode | RankToDecode | ReplayToDecode
 FromSupervisor = ProcessUp | ProcessDown
+FromSatellite = Join | StillHere | ProcessUp | ProcessDown | Leave
+ToSatellite = (
+    Terms | Refused | StillHere | ProcessUp | ProcessDown | Condemned | Dismissed | RunOver
+)
 Recorded = OpenRoom | Batch | Reserve | FirstToken
 
 FROM_SERVER: Codec[FromServer] = Codec(FromServer, MAX_MESSAGE_BYTES)
@@ -86,6 +103,8 @@ FROM_RANK: Codec[FromRank] = Codec(FromRank, MAX_MESSAGE_BYTES)
 DECODE_TO_RANK: Codec[DecodeToRank] = Codec(DecodeToRank, MAX_MESSAGE_BYTES)
 DECODE_TO_CONTROLLER: Codec[DecodeToController] = Codec(DecodeToController, MAX_MESSAGE_BYTES)
 FROM_SUPERVISOR: Codec[FromSupervisor] = Codec(FromSupervisor, MAX_MESSAGE_BYTES)
+FROM_SATELLITE: Codec[FromSatellite] = Codec(FromSatellite, MAX_SATELLITE_BYTES)
+TO_SATELLITE: Codec[ToSatellite] = Codec(ToSatellite, MAX_SATELLITE_BYTES)
 TO_DECODE: Codec[ToDecode] = Codec(ToDecode, MAX_MESSAGE_BYTES)
 RECORDED: Codec[Recorded] = Codec(Recorded, MAX_MESSAGE_BYTES)
 
@@ -97,7 +116,9 @@ _ANY: Codec[msgspec.Struct] = Codec(
     | DecodeToRank
     | DecodeToController
     | ToDecode
-    | FromSupervisor,
+    | FromSupervisor
+    | FromSatellite
+    | ToSatellite,
     MAX_MESSAGE_BYTES,
 )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from cp_shared_kv.engine.control_keys import ControlKeys
+from cp_shared_kv.engine.host_address import check_host
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.transfer.messages import MAX_TOKENS
@@ -25,6 +27,7 @@ KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
 API_KEY_VARIABLE = "CPKV_API_KEY"
 MAX_PAGE_SIZE = 1024
 MAX_CP_SIZE = 64
+CONTROL_PORT = 30001
 MAX_UNITS = 64
 """Most prefill groups, or decode workers, of one run."""
 
@@ -131,6 +134,16 @@ class EngineConfig:
     record_batches: Path | None = None
     """Directory for a recording of all batch messages and logits (costs speed; for proofs)."""
 
+    control_host: str | None = None
+    """IPv4 address of this host at which decode workers on other hosts can join (`cpkv join`); by
+    default none can. Needs --control-keys and the mooncake backend."""
+
+    control_port: int = CONTROL_PORT
+    """Port at --control-host where they join; 0 picks a free one."""
+
+    control_keys: Path | None = None
+    """Directory with the keys of the cluster (`cpkv keys` makes them): who has them gets in."""
+
     api_key: str | None = field(default=None, repr=False)
     """Key that HTTP clients must send as `Authorization: Bearer KEY`; by default the environment's
     CPKV_API_KEY, which `ps` does not show, or else none."""
@@ -158,6 +171,7 @@ class EngineConfig:
         self._check_choices()
         self._check_ranges()
         self._check_combinations()
+        self._check_control()
 
     @property
     def cp_size(self) -> int:
@@ -211,6 +225,7 @@ class EngineConfig:
     def _check_ranges(self) -> None:
         least_most: dict[str, tuple[int, int]] = {
             "port": (0, 65535),
+            "control_port": (0, 65535),
             "page_size": (1, MAX_PAGE_SIZE),
             "context_length": (2, MAX_TOKENS),
             "chunked_prefill_size": (1, MAX_TOKENS),
@@ -302,6 +317,34 @@ class EngineConfig:
                 change="record with one of each",
             )
 
+    def _check_control(self) -> None:
+        if self.control_host is None:
+            if self.control_keys is not None or self.control_port != CONTROL_PORT:
+                raise ConfigError(
+                    "--control-keys and --control-port are for links to other hosts",
+                    change="add --control-host, the address of this host that they reach",
+                )
+            return
+        check_host("--control-host", self.control_host)
+        if self.control_keys is None:
+            raise ConfigError(
+                "--control-host would let other hosts in without keys",
+                value=self.control_host,
+                change="make keys with `cpkv keys DIRECTORY` and add --control-keys DIRECTORY",
+            )
+        if self.disaggregation_transfer_backend != "mooncake":
+            raise ConfigError(
+                "--control-host is for decode workers on other hosts, which no page would reach",
+                value=f"--disaggregation-transfer-backend {self.disaggregation_transfer_backend}",
+                allowed="mooncake",
+            )
+        if self.record_batches is not None:
+            raise ConfigError(
+                "--record-batches records one prefill group and one decode worker, on one host",
+                change="drop --control-host or --record-batches",
+            )
+        ControlKeys.load(self.control_keys)
+
     def as_plain(self) -> dict[str, Any]:
         """The config as JSON-able values, paths as strings (for child processes, /server_info)."""
         plain = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -315,7 +358,7 @@ class EngineConfig:
     def from_plain(cls, plain: dict[str, Any]) -> EngineConfig:
         """Inverse of `as_plain`; checks every rule again."""
         values = dict(plain)
-        for name in ("model_path", "record_batches"):
+        for name in ("model_path", "record_batches", "control_keys"):
             if values.get(name) is not None:
                 values[name] = Path(values[name])
         return cls(**values)

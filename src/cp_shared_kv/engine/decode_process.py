@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.decode_door import DecodeDoor
 from cp_shared_kv.engine.decode_room import PrefillPeer
-from cp_shared_kv.engine.links import dealer
+from cp_shared_kv.engine.joined_worker import CONTACT_SECONDS, JoinedWorker
+from cp_shared_kv.engine.links import dealer, post
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     BeginReplay,
@@ -58,6 +60,17 @@ IDLE_SECONDS = 5.0
 logger = logging.getLogger("cp_shared_kv")
 
 
+@dataclass(frozen=True)
+class _Ending:
+    """A group that is gone, of which something may yet land."""
+
+    peer: PrefillPeer
+    reason: str
+    since_seconds: float
+    connections: frozenset[str]
+    """On which it may come, where the kernel of this host cannot tell whose they are."""
+
+
 class DecodeWorker:
     """Everything of one decode process: memory, model, sockets and the engine between them."""
 
@@ -73,7 +86,8 @@ class DecodeWorker:
         pool_spec = self._model.pool_spec
         name = spec.region_name(life, "pool", self._epoch)
         buffer = decode_buffer(config, name, pool_spec.pool_bytes(self._pages), device)
-        self._target = decode_target(config, f"{spec.run_id}-{life}-e{self._epoch}")
+        host = config.control_host if spec.joined else None
+        self._target = decode_target(config, f"{spec.run_id}-{life}-e{self._epoch}", host)
         self._target.expose(buffer)
         self._pool = KVPool(pool_spec, self._pages, buffer)
         self._layout = CpSharedKVLayout(limits.page_size, 1, 0, physical_pages=self._pages)
@@ -85,6 +99,7 @@ class DecodeWorker:
         # zmq has noticed that one's end.
         self.door.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.door.bind(spec.endpoints.inbox(life))
+        self.joined = JoinedWorker(spec, self.door) if spec.joined else None
         self.server: zmq.Socket[bytes] | None = None
         self._server_life: Life | None = None
         self.engine = DecodeEngine(
@@ -111,8 +126,7 @@ class DecodeWorker:
             send=self._to_group,
             is_idle=lambda: not self.engine.open_rooms,
         )
-        self._ending: list[tuple[PrefillPeer, str]] = []
-        """Groups that are gone, of which something may yet land."""
+        self._ending: list[_Ending] = []
         self._bulletin = Bulletin(lambda now: self._to_server(Checked(ticket=0, problems=now)))
         self.replay: ReplayDecode | None = None
 
@@ -160,31 +174,50 @@ class DecodeWorker:
                 self._server_up(life, news.address)
             case ProcessDown() if life == self._server_life:
                 self.engine.server_lost(news.reason)
+                self._close_server()
             case ProcessDown() if life.role == "prefill":
                 peer = self._groups.lost(life)
                 if peer is not None:
-                    self._ending.append((peer, news.reason))
+                    before = frozenset[str]() if self.joined is None else self._target.connections()
+                    self._ending.append(_Ending(peer, news.reason, time.monotonic(), before))
                     self.let_go()
             case _:
                 pass
 
     def let_go(self) -> None:
         """End the rooms of groups that are gone, once what they had written has landed."""
-        if self._ending and self._target.settled():
-            for peer, reason in self._ending:
-                self.engine.peer_dead(peer, reason)
-            self._ending.clear()
+        for ending in list(self._ending):
+            if self._target.settled(ending.connections):
+                self._ending.remove(ending)
+                self.engine.peer_dead(ending.peer, ending.reason)
+
+    def look_abroad(self) -> None:
+        """CpkvError where links to another host leave something in doubt for too long."""
+        if self.joined is not None:
+            now = time.monotonic()
+            self.joined.check_server(self.server, self._server_life, now)
+            for ending in self._ending:
+                self.joined.check_ending(ending.peer.life, ending.since_seconds, now)
 
     def check_books(self) -> None:
         """Tell the server what does not add up, if that has changed."""
         self._bulletin.post(self.engine.problems(time.monotonic()))
 
     def _server_up(self, life: Life, address: str) -> None:
-        if self.server is not None:
-            self.server.close()
-        self.server = dealer(self._life.identity, address)
+        self._close_server()
+        if self.joined is None:
+            self.server = dealer(self._life.identity, address)
+        else:
+            self.server = dealer(
+                self._life.identity, address, self.joined.keys, contact_seconds=CONTACT_SECONDS
+            )
         self._server_life = life
         self._to_server(Registered())
+
+    def _close_server(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.server = None
 
     def _begin_replay(self, peer: PrefillPeer, message: BeginReplay) -> None:
         if self._spec.config["record_batches"] is None:
@@ -218,14 +251,14 @@ class DecodeWorker:
 
     def _to_server(self, message: msgspec.Struct) -> None:
         if self.server is not None:  # else nobody has asked for anything yet
-            self.server.send(encode(message))
+            post(self.server, message)
 
 
 def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
     """Body of the decode process."""
     supervisor.report("started")
     worker = DecodeWorker(spec, life)
-    supervisor.report("reachable")
+    supervisor.report("reachable", address="" if worker.joined is None else worker.joined.address)
     supervisor.report("ready")
     last_seconds = time.monotonic()
     while True:
@@ -249,6 +282,7 @@ def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:
         if supervisor.socket in ready:
             worker.on_news(supervisor.receive())
         worker.let_go()
+        worker.look_abroad()
         if worker.engine.has_work:
             worker.engine.step()
 

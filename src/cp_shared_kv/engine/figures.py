@@ -89,7 +89,10 @@ class Figures:
         ticket, answers = self._tickets.open(sorted(lives))
         try:
             for life in answers:
-                await self._send(life, question(ticket=ticket))
+                try:
+                    await self._send(life, question(ticket=ticket))
+                except EngineRefusal:
+                    answers[life].cancel()  # it has just gone: the others answer all the same
             if answers:
                 await asyncio.wait(answers.values(), timeout=SILENCE_SECONDS)
             return [

@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
+from msgspec import Meta
 
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.logical_pool import LogicalPool
+
+Tokens = Annotated[int, Meta(ge=0, le=1 << 50)]
+Size = Annotated[int, Meta(ge=0, le=1 << 60)]
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes of the pools and what fits them. Logical figures are of the whole group."""
 
-    page_size: int
-    cp_size: int
+    page_size: Annotated[int, Meta(ge=1, le=1 << 16)]
+    cp_size: Annotated[int, Meta(ge=1, le=4096)]
     shared: bool
-    physical_tokens_per_rank: int
-    decode_tokens: int
-    context_length: int
-    scratch_limit_bytes: int
-    max_prefix_pages: int
+    physical_tokens_per_rank: Tokens
+    decode_tokens: Tokens
+    context_length: Tokens
+    scratch_limit_bytes: Size
+    max_prefix_pages: Tokens
     """Most prefix pages of one batch, each counted once, that scratch holds."""
-    pool_bytes_per_rank: int
-    decode_pool_bytes: int
+    pool_bytes_per_rank: Size
+    decode_pool_bytes: Size
 
     @property
     def capacity(self) -> KVCapacity:

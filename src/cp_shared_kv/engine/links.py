@@ -16,8 +16,10 @@ from cp_shared_kv.engine.codecs import (
     FromRank,
     encode,
 )
+from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import Configure, Configured
+from cp_shared_kv.engine.off_host import is_off_host, secure_client
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import CpkvError, ProtocolError, StartupError
 from cp_shared_kv.transfer.messages import Hello
@@ -30,13 +32,30 @@ RECONNECT_SECONDS = 0.05
 logger = logging.getLogger("cp_shared_kv")
 
 
-def dealer(identity: bytes, address: str) -> zmq.Socket[bytes]:
-    """A link to a process's inbox. ProtocolError for an address that is none."""
+def dealer(
+    identity: bytes,
+    address: str,
+    keys: ControlKeys | None = None,
+    *,
+    contact_seconds: float | None = None,
+) -> zmq.Socket[bytes]:
+    """A link to a process's inbox. ProtocolError for an address that is none.
+
+    One on another host needs keys. With `contact_seconds` such a link stands when it is returned;
+    ProtocolError if it does not stand in time.
+    """
+    if is_off_host(address) and keys is None:
+        raise ProtocolError(
+            "an address on another host, in a run without keys", value=address[:200]
+        )
     socket = zmq.Context.instance().socket(zmq.DEALER)
     socket.setsockopt(zmq.IDENTITY, identity)
     socket.linger = 0
     # Credit is the scheduler's, so zmq sets no limit.
     socket.sndhwm = socket.rcvhwm = 0
+    if is_off_host(address) and keys is not None:
+        secure_client(socket, keys)
+        socket.setsockopt(zmq.IMMEDIATE, int(contact_seconds is not None))
     try:
         socket.connect(address)
     except zmq.ZMQError as error:
@@ -44,7 +63,19 @@ def dealer(identity: bytes, address: str) -> zmq.Socket[bytes]:
         raise ProtocolError(
             "an address that cannot be connected to", value=address[:200]
         ) from error
+    if contact_seconds is not None and not socket.poll(int(contact_seconds * 1000), zmq.POLLOUT):
+        socket.close()
+        raise ProtocolError(
+            f"no connection to the address in {contact_seconds:.0f} s", value=address[:200]
+        )
     return socket
+
+
+def post(socket: zmq.Socket[bytes], message: msgspec.Struct) -> None:
+    """Send one message on a dealer's link; does not wait. On a link that is lost it goes nowhere:
+    whoever holds the link looks after that (off_host.py)."""
+    with suppress(zmq.Again):
+        socket.send(encode(message), zmq.NOBLOCK)
 
 
 class RanksLink:
@@ -121,14 +152,17 @@ class RanksLink:
 class DecodeLink:
     """A link to one life of a decode worker, from one life of a prefill group."""
 
-    def __init__(self, group: Life, decode: Life, address: str) -> None:
+    def __init__(
+        self, group: Life, decode: Life, address: str, keys: ControlKeys | None = None
+    ) -> None:
         self.decode = decode
         self.address = address
-        self.socket = dealer(group.identity, address)
+        self.made_seconds = time.monotonic()
+        self.socket = dealer(group.identity, address, keys)
 
     def send(self, message: msgspec.Struct) -> None:
         """Send one message; does not wait."""
-        self.socket.send(encode(message))
+        post(self.socket, message)
 
     def greeting(self, mine: Hello) -> Hello:
         """The next message, which is to be a greeting; blocks until there is one. For what it

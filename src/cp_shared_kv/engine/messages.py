@@ -27,6 +27,8 @@ from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParam
 Number = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 """A ticket, or a total over one life."""
 LifeName = Annotated[str, Meta(min_length=1, max_length=40)]
+Address = Annotated[str, Meta(min_length=1, max_length=200)]
+"""Where a process is reached: `ipc://` within a host, `tcp://` from another."""
 OneRoomBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 """What one rank sends for one room: totals over a life stay far from the end of int64."""
 
@@ -196,7 +198,7 @@ class Configure(_Message, frozen=True, kw_only=True, tag="configure"):
 class ConnectDecode(_Message, frozen=True, kw_only=True, tag="connect_decode"):
     """Map the pool of a decode worker that the controller has shaken hands with."""
 
-    address: str
+    address: Address
     hello: Hello
 
     def __post_init__(self) -> None:
@@ -311,11 +313,13 @@ class ProcessUp(_Message, frozen=True, kw_only=True, tag="process_up"):
     """A life of a decode worker or of the server can be reached at this address."""
 
     life: LifeName
-    address: str
+    address: Address
 
 
 class ProcessDown(_Message, frozen=True, kw_only=True, tag="process_down"):
-    """A life is over: every process of it was reaped."""
+    """A life is over: every process of it was reaped, or its host is out of reach."""
 
     life: LifeName
-    reason: str
+    reason: Reason
+    final: bool = False
+    """Its unit does not come back."""

@@ -27,6 +27,8 @@ from cp_shared_kv.engine.messages import (
     RankState,
     RoomConcluded,
 )
+from cp_shared_kv.engine.off_host import is_off_host
+from cp_shared_kv.engine.out_of_reach import OutOfReach
 from cp_shared_kv.engine.pairing import DecodePeer, Pairing
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.run_spec import RunSpec
@@ -98,6 +100,10 @@ class PrefillProcess:
         self._links: dict[Life, DecodeLink] = {}
         self._pairings: dict[Life, Pairing] = {}
         self._peers: dict[Life, DecodePeer] = {}
+        self._keys = spec.control_keys()
+        self._out_of_reach = OutOfReach(
+            life, lambda decode, why: supervisor.report("gave_up", why, peer=str(decode))
+        )
         self._ranks.wait_for(RankReady, "load their weights")
         configure = first_configuration(spec)
         self._ranks.configure(configure)
@@ -132,6 +138,7 @@ class PrefillProcess:
             for life, link in list(self._links.items()):
                 if link.socket in ready:
                     self._take(partial(self._from_decode, life, link))
+                self._out_of_reach.look(link, greeted=self._has_greeted(life), now_seconds=now)
             if self._server is not None and self._server in ready:
                 self._take(partial(self._from_server, self._server))
             if self._supervisor.socket in ready:
@@ -173,7 +180,7 @@ class PrefillProcess:
     def _decode_up(self, life: Life, address: str) -> None:
         if life in self._links:
             return
-        link = DecodeLink(self._life, life, address)
+        link = DecodeLink(self._life, life, address, self._keys)
         self._links[life] = link
         self._pairings[life] = Pairing(
             self._spec.hello(
@@ -190,6 +197,7 @@ class PrefillProcess:
         )
 
     def _decode_down(self, life: Life, reason: str) -> None:
+        self._out_of_reach.over(life)
         pairing = self._pairings.pop(life, None)
         link = self._links.pop(life, None)
         if link is not None:
@@ -216,17 +224,33 @@ class PrefillProcess:
                 continue
             peer = pairing.mapped(message)
             if pairing.failure is not None:
-                logger.error("%s cannot be written to: %s", life, pairing.failure)
                 # It stays, so that those ranks that did map it forget it when it is gone.
+                self._out_of_reach.give_up(
+                    self._links[life], f"it cannot be written to: {pairing.failure}"
+                )
             if peer is not None:
                 del self._pairings[life]
                 self._peers[life] = peer
                 self._controller.paired(peer)
+                logger.info("can send to %s at %s", life, self._links[life].address)
+        for life, peer in self._peers.items():
+            if peer.epoch == message.decode_epoch and message.failure is not None:
+                why = f"rank {message.rank}: {message.failure}"
+                self._out_of_reach.give_up(self._links[life], why)
+
+    def _has_greeted(self, life: Life) -> bool:
+        pairing = self._pairings.get(life)
+        return pairing is None or pairing.epoch is not None
 
     def _from_decode(self, life: Life, link: DecodeLink) -> None:
         pairing = self._pairings.get(life)
         if pairing is not None and pairing.epoch is None:
-            pairing.greeted(link.greeting(pairing.mine))
+            try:
+                pairing.greeted(link.greeting(pairing.mine))
+            except HandshakeError as error:
+                if not is_off_host(link.address):
+                    raise
+                self._out_of_reach.give_up(link, str(error))
             return
         message = link.receive()
         if isinstance(message, Hello):

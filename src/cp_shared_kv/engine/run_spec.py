@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.memory.segment_names import SEGMENT_PREFIX
-from cp_shared_kv.transfer.messages import PAGE_CHECKSUM, Hello
+from cp_shared_kv.transfer.messages import PAGE_CHECKSUM, Bytes, Count, Fingerprint, Hello
 from cp_shared_kv.transfer.regions import Region
 
 FILE_NAME = "run.json"
@@ -21,11 +23,11 @@ FILE_NAME = "run.json"
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
     """The model's page formats, as the handshake compares them."""
 
-    latent_format: str
-    index_format: str
-    num_layers: int
-    index_layers: tuple[int, ...]
-    bytes_per_page: int
+    latent_format: Fingerprint
+    index_format: Fingerprint
+    num_layers: Annotated[int, Meta(ge=1, le=4096)]
+    index_layers: Annotated[tuple[Count, ...], Meta(max_length=4096)]
+    bytes_per_page: Bytes
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,10 +42,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     model_fingerprint: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
+    joined: bool = False
+    """The run's decode workers belong to a run on another host."""
 
     def engine_config(self) -> EngineConfig:
         """The config, its rules checked again."""
         return EngineConfig.from_plain(self.config)
+
+    def control_keys(self) -> ControlKeys | None:
+        """The keys of the links to other hosts, read now; None where there are no such links."""
+        directory = self.config["control_keys"]
+        return None if directory is None else ControlKeys.load(Path(directory))
 
     @property
     def endpoints(self) -> Endpoints:

@@ -36,6 +36,10 @@ class Unit:
     listens: bool = False
     """Its main process takes news."""
     reachable: bool = False
+    address: str = ""
+    """Where its main process is reached from other hosts; empty if it is not."""
+    condemned: str | None = None
+    """Why it is to be replaced, although it lives."""
     ready: set[bytes] = field(default_factory=set[bytes])
     failed: dict[bytes, str] = field(default_factory=dict[bytes, str])
     heard_seconds: float = 0.0

@@ -3,6 +3,7 @@
 What dies takes its unit along: a prefill group's ranks share every prompt and its controller has
 their books, so none of them is of use without the others. The rest of the run hears of it, and
 goes on; the unit is started again under a new life. Only what the kernel reaped counts as dead.
+Processes of other hosts come and go by the word of their own supervisor (abroad.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from contextlib import suppress
 import msgspec
 import zmq
 
+from cp_shared_kv.engine.abroad import Abroad
 from cp_shared_kv.engine.child import ChildReport
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import ProcessDown, ProcessUp
+from cp_shared_kv.engine.satellite_messages import Condemned
 from cp_shared_kv.engine.spawning import (
     Spawner,
     Unit,
@@ -27,7 +30,8 @@ from cp_shared_kv.engine.spawning import (
     process_name,
     stop_processes,
 )
-from cp_shared_kv.errors import InvariantError
+from cp_shared_kv.errors import InvariantError, ProtocolError
+from cp_shared_kv.transfer.messages import as_reason
 
 POLL_SECONDS = 0.1
 LAST_WORDS_SECONDS = 0.2
@@ -47,15 +51,26 @@ class Supervisor:
     """One thread that owns the children of a run. The public methods are for other threads.
 
     `watchdog_seconds` is how long a child may be silent before it counts as hung and is killed.
+    `abroad` are the other hosts of the run, if it has any. `caller_serves`: who made this takes the
+    place of the server.
     """
 
     def __init__(
-        self, endpoints: Endpoints, spawner: Spawner, units: list[Life], *, watchdog_seconds: float
+        self,
+        endpoints: Endpoints,
+        spawner: Spawner,
+        units: list[Life],
+        *,
+        watchdog_seconds: float,
+        abroad: Abroad | None = None,
+        caller_serves: bool = False,
     ) -> None:
         self._endpoints = endpoints
         self._spawner = spawner
         self._first_lives = units
         self._watchdog_seconds = watchdog_seconds
+        self._abroad = abroad
+        self._caller_serves = caller_serves
         self._lock = threading.RLock()
         self._units: dict[str, Unit] = {}
         self._due: dict[str, tuple[float, Life]] = {}
@@ -119,6 +134,11 @@ class Supervisor:
         with self._lock:
             return unit in self._units and self._units[unit].is_ready
 
+    def units(self) -> list[str]:
+        """The names of the units that live."""
+        with self._lock:
+            return sorted(self._units)
+
     def retire(self, unit: str) -> None:
         """Stop a unit's main process for good. Nobody is told; what is left of the unit is not
         started again."""
@@ -146,6 +166,7 @@ class Supervisor:
             self._thread.join()
         elif not self._socket.closed:
             self._socket.close()
+            self._close_abroad()
 
     # The thread -------------------------------------------------------------------------------
 
@@ -159,6 +180,7 @@ class Supervisor:
             while not self._stopping.is_set():
                 self._take_reports(POLL_SECONDS)
                 with self._lock:
+                    self._hear_abroad()
                     for unit in list(self._units.values()):
                         self._look_after(unit)
                     self._start_due()
@@ -172,6 +194,7 @@ class Supervisor:
                 )
                 self._units.clear()
             self._socket.close()
+            self._close_abroad()
 
     def _take_reports(self, seconds: float) -> None:
         wait_ms = int(seconds * 1000)
@@ -180,11 +203,10 @@ class Supervisor:
             wait_ms = 0
             try:
                 report = msgspec.msgpack.decode(data, type=ChildReport)
-            except msgspec.MsgspecError:
+                with self._lock:
+                    self._take(identity, report)
+            except (msgspec.MsgspecError, ProtocolError):
                 logger.error("report refused from %r", identity[:40])
-                continue
-            with self._lock:
-                self._take(identity, report)
 
     def _take(self, identity: bytes, report: ChildReport) -> None:
         unit = next((u for u in self._units.values() if identity in u.processes), None)
@@ -196,11 +218,15 @@ class Supervisor:
         match report.state:
             case "started" if is_main:
                 unit.listens = True
-                for other in self._reachable():
-                    self._send(unit, self._up(other))
+                for news in self._reachable():
+                    self._send(unit, news)
             case "reachable" if is_main:
-                unit.reachable = True
+                unit.reachable, unit.address = True, report.address
                 self._tell(self._up(unit.life))
+                if self._abroad is not None and unit.address:
+                    self._abroad.tell(ProcessUp(life=str(unit.life), address=unit.address))
+            case "gave_up" if self._abroad is not None:
+                self._abroad.gave_up(Life.parse(report.peer), report.reason)
             case "ready":
                 unit.ready.add(identity)
                 if unit.is_ready:
@@ -225,6 +251,8 @@ class Supervisor:
             reason = (
                 f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
             )
+        elif unit.condemned is not None:
+            reason = f"{unit.life.unit} was given up: {unit.condemned}"
         elif not unit.is_ready and now - unit.born_seconds > START_SECONDS:
             waiting = ", ".join(
                 sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
@@ -245,13 +273,17 @@ class Supervisor:
             when = "" if self._start_over else " before all processes were ready"
             self._fatal = self._fatal or f"{reason}{when}"
             return
-        self._tell(ProcessDown(life=str(unit.life), reason=reason))
-        failed = 0 if unit.is_ready else self._failed_starts.get(name, 0) + 1
+        down = ProcessDown(life=str(unit.life), reason=as_reason(reason))
+        self._tell(down)
+        if self._abroad is not None:
+            self._abroad.tell(down)
+        steady = time.monotonic() - unit.born_seconds > STEADY_SECONDS
+        served = unit.is_ready and (unit.condemned is None or steady)
+        failed = 0 if served else self._failed_starts.get(name, 0) + 1
         self._failed_starts[name] = failed
         if failed >= MAX_FAILED_STARTS:
             self._fatal = self._fatal or f"{reason}; {name} failed to start {failed} times in a row"
             return
-        steady = time.monotonic() - unit.born_seconds > STEADY_SECONDS
         pause = 0.0 if steady or not failed else min(LONGEST_PAUSE_SECONDS, 2.0**failed)
         logger.error("%s; %s starts again%s", reason, name, f" in {pause:.0f} s" if pause else "")
         self._due[name] = (time.monotonic() + pause, unit.life.next())
@@ -265,11 +297,12 @@ class Supervisor:
 
     # News -------------------------------------------------------------------------------------
 
-    def _reachable(self) -> list[Life]:
+    def _reachable(self) -> list[ProcessUp]:
         lives = [unit.life for unit in self._units.values() if unit.reachable]
-        if not self._spawner.has_server:
-            lives.append(Life("server", 0, 1))  # whoever started this run takes the server's place
-        return lives
+        if self._caller_serves:
+            lives.append(Life("server", 0, 1))
+        abroad = [] if self._abroad is None else self._abroad.known()
+        return [self._up(life) for life in lives] + abroad
 
     def _up(self, life: Life) -> ProcessUp:
         return ProcessUp(life=str(life), address=self._endpoints.inbox(life))
@@ -278,6 +311,21 @@ class Supervisor:
         for unit in self._units.values():
             if unit.listens:
                 self._send(unit, news)
+
+    def _hear_abroad(self) -> None:
+        if self._abroad is None:
+            return
+        for news in self._abroad.exchange(time.monotonic()):
+            if not isinstance(news, Condemned):
+                self._tell(news)
+                continue
+            for unit in self._units.values():
+                if str(unit.life) == news.life:
+                    unit.condemned = news.reason
+
+    def _close_abroad(self) -> None:
+        if self._abroad is not None:
+            self._abroad.close(self._fatal or "it was stopped")
 
     def _send(self, unit: Unit, news: ProcessUp | ProcessDown) -> None:
         with suppress(zmq.ZMQError):  # it has just ended: the next look will find it

@@ -16,14 +16,21 @@ def rank_transport(config: EngineConfig, session_id: str, device: torch.device) 
     """The sending end, at a CP rank. StartupError if what it needs is not installed."""
     if config.transport == "cuda_ipc":
         return CudaIpcTransport(session_id, device)
-    return make_transport(config.disaggregation_transfer_backend, session_id)
+    return make_transport(
+        config.disaggregation_transfer_backend,
+        session_id,
+        other_hosts=config.control_host is not None,
+    )
 
 
-def decode_target(config: EngineConfig, name: str) -> KVTarget:
-    """The receiving end, at decode. StartupError if what it needs is not installed."""
+def decode_target(config: EngineConfig, name: str, host: str | None) -> KVTarget:
+    """The receiving end, at decode; `host` is its address where the senders are on another.
+
+    StartupError if what it needs is not installed.
+    """
     if config.transport == "cuda_ipc":
         return CudaIpcTarget(name)
-    return make_target(config.disaggregation_transfer_backend, name)
+    return make_target(config.disaggregation_transfer_backend, name, host=host)
 
 
 def decode_buffer(config: EngineConfig, name: str, nbytes: int, device: torch.device) -> Buffer:

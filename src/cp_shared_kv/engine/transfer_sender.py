@@ -45,8 +45,8 @@ class _Decode:
 
     hello: Hello
     areas: PageAreas
-    unreachable: bool = False
-    """A write to it failed so: nothing is written until the transport has found it again."""
+    unreachable: str | None = None
+    """How a write to it failed: nothing is written until the transport has found it again."""
     dead: bool = False
 
 
@@ -130,6 +130,11 @@ class TransferSender:
             self._carry_out(name, room.session.peer_dead(reason))
         self._let_go(decode)
 
+    def unreachable(self, decode_epoch: int) -> str | None:
+        """Why nothing can be written to a decode worker now; None while it can be."""
+        decode = self._decodes.get(decode_epoch)
+        return None if decode is None else decode.unreachable
+
     def open(self, message: OpenRoom) -> None:
         """Take a reserved room; precedes its first chunk."""
         decode = self._decodes.get(message.decode_epoch)
@@ -192,7 +197,7 @@ class TransferSender:
             if decode.dead:
                 self._let_go(decode)
             elif decode.unreachable and self._transport.revive(decode.hello.session_id):
-                decode.unreachable = not self._drained(decode)
+                decode.unreachable = None if self._drained(decode) else decode.unreachable
 
     @property
     def open_rooms(self) -> list[int]:
@@ -265,7 +270,8 @@ class TransferSender:
         try:
             nbytes = write.landed.result()
         except TransferError as error:
-            room.decode.unreachable |= error.kind == "unreachable" or not error.quiescent
+            if error.kind == "unreachable" or not error.quiescent:
+                room.decode.unreachable = room.decode.unreachable or str(error)
             actions = session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
         else:
             room.pages += len(write.source_physical_pages)

@@ -14,7 +14,7 @@ import zmq
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.child import SupervisorLink
 from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, RankToDecode, encode
-from cp_shared_kv.engine.links import dealer
+from cp_shared_kv.engine.links import dealer, post
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Configure,
@@ -26,16 +26,20 @@ from cp_shared_kv.engine.messages import (
     RankState,
 )
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
+from cp_shared_kv.engine.off_host import is_lost, is_off_host
 from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.engine.transfer_ends import rank_transport
+from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, GpuGroup, TorchGroup
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
 
+CONTACT_SECONDS = 5.0
+"""How long a link to another host may take to stand."""
 RESEND_SECONDS = 1.0
 """A conclusion that decode has not acknowledged is said again after so long."""
 
@@ -67,6 +71,9 @@ class RankWorker:
         self.controller = dealer(self._identity, spec.endpoints.inbox(life))
         self.decodes: dict[int, zmq.Socket[bytes]] = {}
         """Links to decode workers, by the epoch of each."""
+        self._keys = spec.control_keys()
+        self._off_host: set[zmq.Socket[bytes]] = set()
+        """Those of them that lead to other hosts, as long as nothing was reported of them."""
         self._transport = rank_transport(
             spec.engine_config(), f"{spec.run_id}-{life}-rank{self._rank}", transformer.device
         )
@@ -108,6 +115,7 @@ class RankWorker:
         if self._epoch is None:
             return
         sender = self._epoch.sender
+        self._report_out_of_reach(sender)
         sender.resend()
         problems = broken([sender.check_invariants])
         self._to_controller(
@@ -141,20 +149,40 @@ class RankWorker:
 
     def _connect(self, message: ConnectDecode) -> None:
         """A decode worker that cannot be reached is no fault of this rank: it is reported."""
-        failure = None
+        failure, epoch = None, message.hello.epoch
+        sender = self._running().sender
         try:
-            self._running().sender.connect(message.hello)
-        except TransferError as error:
+            sender.connect(message.hello)
+            if epoch not in self.decodes:
+                self.decodes[epoch] = self._link(message.address)
+        except (TransferError, ProtocolError) as error:
             failure = str(error)
-        epoch = message.hello.epoch
-        if failure is None and epoch not in self.decodes:
-            self.decodes[epoch] = dealer(self._identity, message.address)
         self._to_controller(DecodeConnected(rank=self._rank, decode_epoch=epoch, failure=failure))
+
+    def _link(self, address: str) -> zmq.Socket[bytes]:
+        if not is_off_host(address):
+            return dealer(self._identity, address)
+        link = dealer(self._identity, address, self._keys, contact_seconds=CONTACT_SECONDS)
+        self._off_host.add(link)
+        return link
+
+    def _report_out_of_reach(self, sender: TransferSender) -> None:
+        """What breaks between two hosts is not mended: the controller is told, once."""
+        for epoch, link in self.decodes.items():
+            if link not in self._off_host:
+                continue
+            failure = "the link to it is lost" if is_lost(link) else sender.unreachable(epoch)
+            if failure is not None:
+                self._off_host.discard(link)
+                self._to_controller(
+                    DecodeConnected(rank=self._rank, decode_epoch=epoch, failure=failure)
+                )
 
     def _disconnect(self, message: DisconnectDecode) -> None:
         self._running().sender.decode_dead(message.decode_epoch, message.reason)
         link = self.decodes.pop(message.decode_epoch, None)
         if link is not None:
+            self._off_host.discard(link)
             link.close()
 
     def _running(self) -> RankEpoch:
@@ -168,7 +196,7 @@ class RankWorker:
     def _to_decode(self, message: RankToDecode) -> None:
         link = self.decodes.get(message.peer_epoch)
         if link is not None:  # else it is gone, and nobody waits for this
-            link.send(encode(message))
+            post(link, message)
 
 
 def make_group(spec: RunSpec, life: Life, rank: int, device: torch.device) -> CPGroup:

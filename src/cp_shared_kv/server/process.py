@@ -6,6 +6,7 @@ import asyncio
 import logging
 import socket
 import sys
+from functools import partial
 from pathlib import Path
 
 import zmq.asyncio
@@ -22,6 +23,7 @@ from cp_shared_kv.engine.child import (
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR
 from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.off_host import OffHostDoor
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.server.app import create_app
@@ -69,7 +71,10 @@ async def _serve(
     directory = config.model_path
     tokenizer = Tokenizer.from_directory(directory)
     supervisor.report("started")
-    client = ClusterClient(spec.endpoints.inbox(life), description)
+    keys, open_off_host = spec.control_keys(), None
+    if config.control_host is not None and keys is not None:
+        open_off_host = partial(OffHostDoor, host=config.control_host, port=0, keys=keys)
+    client = ClusterClient(spec.endpoints.inbox(life), description, open_off_host=open_off_host)
     gate = Gate()
     app = create_app(
         client,
@@ -81,7 +86,8 @@ async def _serve(
         gate=gate,
     )
     warn_of_exposure(listener, has_api_key=config.api_key is not None)
-    supervisor.report("reachable")
+    door = client.off_host_door
+    supervisor.report("reachable", address="" if door is None else door.address)
     news = asyncio.create_task(_pass_on_news(supervisor, client))
     try:
         await client.start()

@@ -8,7 +8,10 @@ import msgspec
 import numpy as np
 
 from cp_shared_kv.engine import messages as engine
+from cp_shared_kv.engine import satellite_messages as satellite
 from cp_shared_kv.engine.batch import Batch, BatchRequest
+from cp_shared_kv.engine.limits import EngineLimits
+from cp_shared_kv.engine.run_spec import PageLayout
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
@@ -161,6 +164,37 @@ ENGINE_MESSAGES: list[msgspec.Struct] = [
     engine.StepDone(batch_id=5),
     engine.ProcessUp(life="decode-0.1", address="ipc:///run/decode.sock"),
     engine.ProcessDown(life="decode-0.1", reason="killed"),
+    satellite.Join(release="0.1.0", host="10.0.0.6", workers=2),
+    satellite.Leave(reason="it was stopped"),
+    satellite.Terms(
+        config={"page_size": 4, "dtype": "auto", "verify_kv_transfer": False, "api_key": None},
+        limits=EngineLimits(
+            page_size=4,
+            cp_size=2,
+            shared=True,
+            physical_tokens_per_rank=40,
+            decode_tokens=80,
+            context_length=100,
+            scratch_limit_bytes=1000,
+            max_prefix_pages=20,
+            pool_bytes_per_rank=10_000,
+            decode_pool_bytes=20_000,
+        ),
+        page_layout=PageLayout(
+            latent_format="fp32 r512 d64",
+            index_format="fp32 d128",
+            num_layers=2,
+            index_layers=(0, 1),
+            bytes_per_page=1000,
+        ),
+        model_fingerprint="tiny",
+        lives=("decode-1.1", "decode-2.1"),
+    ),
+    satellite.Condemned(life="decode-1.1", reason="out of reach"),
+    satellite.Dismissed(reason="silent"),
+    satellite.Refused(reason="another release"),
+    satellite.RunOver(reason="it was stopped"),
+    satellite.StillHere(),
     Batch(
         epoch=11,
         batch_id=5,

@@ -1,0 +1,77 @@
+"""`cpkv join`: decode workers on this host for a run on another."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from cp_shared_kv.cli.serve import DEMO_MODEL
+from cp_shared_kv.engine.join_config import JoinConfig
+
+
+def join(
+    address: str,
+    /,
+    *,
+    control_keys: Path,
+    control_host: str,
+    decode_workers: int = 1,
+    model_path: Path | None = None,
+) -> int:
+    """Run decode workers on this host for a `cpkv serve` on another one.
+
+    That one was started with --control-host, the same keys and the mooncake backend; all other
+    settings are its own. Ends when that run ends, or by Ctrl-C or SIGTERM, after which its requests
+    go to other decode workers. When the connection is lost the workers start afresh.
+
+    Parameters
+    ----------
+    address:
+        HOST:PORT of the run, as `cpkv serve` shows it.
+    control_keys:
+        Directory with the keys of the cluster, a copy of the run's.
+    control_host:
+        IPv4 address of this host at which the run's host reaches it.
+    decode_workers:
+        How many to run, each with weights and a pool of its own.
+    model_path:
+        The run's model on this host; by default it lies where the run has it.
+    """
+    config = JoinConfig(
+        address=address,
+        control_keys=control_keys,
+        control_host=control_host,
+        decode_workers=decode_workers,
+        model_path=model_path,
+    )
+    stopped = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda _number, _frame: stopped.set())
+    # Imported here: help and a refused flag need not wait for torch.
+    from cp_shared_kv.engine.satellite import Satellite
+
+    console = Console(stderr=True, soft_wrap=True, highlight=False)
+
+    def say(text: str) -> None:
+        console.print(f"cpkv: {text}", markup=False)
+
+    satellite = Satellite(
+        _with_demo_model(config),
+        stopped,
+        joined=lambda units: say(f"joined {address} with {', '.join(units)}  (Ctrl-C leaves)"),
+    )
+    ended = satellite.run()
+    say(f"the run at {address} has ended" if ended == "run over" else f"left {address}")
+    return 0
+
+
+def _with_demo_model(config: JoinConfig) -> JoinConfig:
+    if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
+        return config
+    from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+
+    return replace(config, model_path=demo_checkpoint_directory())
