@@ -119,6 +119,7 @@ class FakeEngine:
         self.current_stats: EngineStats | None = STATS
         self.requests: list[GenerateRequest] = []
         self.started = threading.Event()
+        self.stalled = threading.Event()
         self.aborted: list[str] = []
         self.aborted_finished: bool | None = None
         self.abort_called = threading.Event()
@@ -162,6 +163,7 @@ class FakeEngine:
         yield pieces[-1], "stop" if stopped else "length"
 
     async def _stall(self) -> None:
+        self.stalled.set()
         while self.stall_after_tokens is not None:
             await asyncio.sleep(0.01)
 

@@ -36,6 +36,7 @@ def test_a_whole_answer_ends_with_what_there_is(http, engine, name, stall_after)
     body = BODY if headers else BODY | {name: "mine"}
     with ThreadPoolExecutor(1) as clients:
         answer = clients.submit(http.post, "/v1/completions", json=body, headers=headers)
+        assert engine.stalled.wait(10)
         abort_as_soon_as_it_is_there(http, rid="mine")
         response = answer.result()
     assert response.status_code == 200
