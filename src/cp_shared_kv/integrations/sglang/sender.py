@@ -50,11 +50,13 @@ def send_state(original, self, req, prefill_state_indices, *args, **kwargs):
     release = versions.release(versions.installed_version())
     assert release is not None
     if release.STATE_IS_LIST_OF_COMPONENTS:
-        pairs = [
-            (None, wanted) if pages is None else _owned_state(self, pages, wanted)
-            for pages, wanted in zip(prefill_state_indices, req.dst_state_indices, strict=True)
-        ]
-        sources, destinations = [source for source, _ in pairs], [there for _, there in pairs]
+        sources, destinations = [], []
+        for kind, pages in enumerate(prefill_state_indices):
+            # Decode may list fewer kinds; an exception here would end the server.
+            wanted = req.dst_state_indices[kind] if kind < len(req.dst_state_indices) else []
+            source, there = (None, wanted) if pages is None else _owned_state(self, pages, wanted)
+            sources.append(source)
+            destinations.append(there)
     else:
         sources, destinations = _owned_state(self, prefill_state_indices, req.dst_state_indices)
     mine = dataclasses.replace(req, dst_state_indices=destinations)
