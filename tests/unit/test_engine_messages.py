@@ -89,14 +89,19 @@ def test_no_number_beyond_its_bounds_gets_in(message: msgspec.Struct) -> None:
         (TO_SERVER, RoomRefused(room=1, kind="failed", reason="x" * 2001)),
         (TO_SERVER, RoomRefused(room=1, kind="failed", reason="")),
         (FROM_RANK, RoomConcluded(rank=0, room=1, pages=0, descriptors=0, bytes=0, failure="")),
-        (TO_SERVER, Paired(decode="d" * 41)),
     ],
 )
-def test_no_reason_or_name_beyond_its_bounds_gets_in(
-    codec: Codec[Any], message: msgspec.Struct
-) -> None:
+def test_no_reason_beyond_its_bounds_gets_in(codec: Codec[Any], message: msgspec.Struct) -> None:
     with pytest.raises(ProtocolError, match="length"):
         codec.decode(encode(message))
+
+
+@pytest.mark.parametrize(
+    "name", ["", "decode", "decode-0", "decode-0.0", "router-0.1", "decode-0.1 "]
+)
+def test_no_name_gets_in_that_is_no_lifes(name: str) -> None:
+    with pytest.raises(ProtocolError, match="regex"):
+        TO_SERVER.decode(encode(Paired(decode=name)))
 
 
 @pytest.mark.parametrize("column", ["sent_pages_total", "sent_bytes_total", "scratch_bytes"])

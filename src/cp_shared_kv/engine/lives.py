@@ -13,7 +13,8 @@ from typing import Literal
 from cp_shared_kv.errors import ProtocolError
 
 Role = Literal["prefill", "decode", "server"]
-_TEXT = re.compile(r"(prefill|decode|server)-(0|[1-9][0-9]{0,3})\.([1-9][0-9]{0,8})")
+PATTERN = r"(prefill|decode|server)-(0|[1-9][0-9]{0,3})\.([1-9][0-9]{0,8})"
+_TEXT = re.compile(PATTERN)
 
 
 @dataclass(frozen=True, order=True)

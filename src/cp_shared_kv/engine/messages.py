@@ -12,6 +12,7 @@ from msgspec import Meta
 
 from cp_shared_kv.engine.api import FinishReason, RefusalKind
 from cp_shared_kv.engine.config import KVReader
+from cp_shared_kv.engine.lives import PATTERN
 from cp_shared_kv.transfer.messages import (
     INT64_MAX,
     Bytes,
@@ -26,7 +27,8 @@ from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParam
 
 Number = Annotated[int, Meta(ge=0, le=INT64_MAX)]
 """A ticket, or a total over one life."""
-LifeName = Annotated[str, Meta(min_length=1, max_length=40)]
+LifeName = Annotated[str, Meta(pattern=rf"\A{PATTERN}\Z")]
+"""A life as `str` gives it: whoever has decoded one may parse it."""
 Address = Annotated[str, Meta(min_length=1, max_length=200)]
 """Where a process is reached: `ipc://` within a host, `tcp://` from another."""
 OneRoomBytes = Annotated[int, Meta(ge=0, le=1 << 50)]

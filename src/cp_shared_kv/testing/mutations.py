@@ -71,10 +71,11 @@ class Mutator:
     # Fields -----------------------------------------------------------------------------------
 
     def _change_a_field(self, message: dict[str, Any]) -> None:
-        if self._chance.random() < 0.06:
+        places = list(_places(message))
+        if not places or self._chance.random() < 0.06:
             message["surprise"] = 1
             return
-        holder, key = self._chance.choice(list(_places(message)))
+        holder, key = self._chance.choice(places)
         how: Callable[[Any], Any] = self._chance.choice(
             (self._of_its_type, self._of_its_type, self._of_its_type, self._of_any, self._elsewhere)
         )
