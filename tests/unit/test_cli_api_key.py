@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from cp_shared_kv.cli.api_key import with_api_key
+from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import ConfigError
 
@@ -26,3 +27,10 @@ def test_a_variable_that_is_no_key_is_refused_and_not_repeated(value: str) -> No
     with pytest.raises(ConfigError, match="CPKV_API_KEY") as caught:
         with_api_key(config(), {"CPKV_API_KEY": value})
     assert not value or value not in str(caught.value)
+
+
+def test_serve_looks_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("signal.signal", lambda *_: None)
+    monkeypatch.setenv("CPKV_API_KEY", "two words")
+    with pytest.raises(ConfigError, match="CPKV_API_KEY"):
+        serve(config())  # before anything is started
