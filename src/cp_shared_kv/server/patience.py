@@ -10,7 +10,7 @@ import asyncio
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-HEAD_SECONDS = 20.0
+HEAD_SECONDS = 60.0
 """For a request line with its headers, from the connection's beginning or the head's first byte."""
 STALL_SECONDS = 60.0
 """For a client to read on while the socket's buffers are full of its answer."""
