@@ -98,6 +98,36 @@ def draw_selected_rows() -> None:
     _save(figure, axis, "selected-rows")
 
 
+def draw_time_to_first_token() -> None:
+    """Each way's time over the length of the prefix, replicated = 1."""
+    from matplotlib import pyplot
+
+    found = newest("gpu_time_to_first_token")["summary_seconds"]
+    ways = {"pull or push": ("#0b6e4f", "o"), "collective": ("#f1a208", "^")}
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis, new in zip(axes, (4096, 512), strict=True):
+        axis.axhline(1.0, color="black", linewidth=1, label="every page on every rank")
+        axis.axhline(1.03, color="black", linewidth=1, linestyle=":", label="goal: 1.03")
+        for name, line in (("bf16", "-"), ("fp8_e4m3", "--")):
+            lengths = [
+                count for count in (8, 32, 128, 512) if f"{name}, {count} K + {new}: push" in found
+            ]
+            for way, (color, marker) in ways.items():
+                ratios = []
+                for count in lengths:
+                    case = f"{name}, {count} K + {new}"
+                    base = found[f"{case}: replicated"]["median"]
+                    ratios.append(found[f"{case}: {way}"]["median"] / base)
+                tokens = [count << 10 for count in lengths]
+                axis.plot(tokens, ratios, line, color=color, marker=marker, label=f"{way}, {name}")
+        _over_tokens(axis, [1 << 13, 1 << 15, 1 << 17, 1 << 19], f"{new} new tokens")
+    axes[0].set_ylabel("time to first token, replicated = 1")
+    axes[0].set_yscale("log")
+    axes[0].set_yticks([1, 1.5, 2, 3, 4], ["1", "1.5", "2", "3", "4"], minor=False)
+    axes[0].minorticks_off()
+    _save(figure, axes[0], "time-to-first-token")
+
+
 def _over_tokens(axis: Axes, tokens: list[int], title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(tokens, [f"{count >> 10} K" for count in tokens])
@@ -120,3 +150,4 @@ if __name__ == "__main__":
     rcParams["svg.hashsalt"] = "docs/gpu"  # the same drawing gives the same file
     draw_full_prefix()
     draw_selected_rows()
+    draw_time_to_first_token()
