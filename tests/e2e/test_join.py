@@ -10,9 +10,8 @@ import importlib.util
 import os
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +21,14 @@ import pytest
 from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.testing.client_load import body, under_load
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
+from cp_shared_kv.testing.satellite_process import (
+    CPKV,
+    SatelliteProcess,
+    answers,
+    pairs,
+    until,
+    workers,
+)
 
 pytestmark = [
     pytest.mark.e2e,
@@ -31,46 +38,7 @@ pytestmark = [
     ),
 ]
 
-CPKV = str(Path(sys.executable).with_name("cpkv"))
-WAIT_SECONDS = 40
 GUEST = "decode-1"
-PROBE = "what does the other host answer? " * 20
-
-
-def until(holds: Callable[[], bool], what: str) -> None:
-    deadline = time.monotonic() + WAIT_SECONDS
-    while not holds():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
-
-
-class Satellite:
-    """A `cpkv join` at 127.0.0.2."""
-
-    def __init__(self, main: Running, keys: Path, log: Path) -> None:
-        self.log = log
-        address = main.cluster.join_address
-        assert address is not None
-        with log.open("wb") as stderr:
-            self.process = subprocess.Popen(
-                [CPKV, "join", address, f"--control-keys={keys}", "--control-host=127.0.0.2"],
-                stderr=stderr,
-            )
-
-    def says(self, words: str, times: int = 1) -> bool:
-        """Whether it has logged this so often."""
-        assert self.process.poll() is None, self.log.read_text()
-        return self.log.read_text().count(words) >= times
-
-    def worker(self) -> int:
-        """The process of its decode worker. ValueError while it has none."""
-        children = Path(f"/proc/{self.process.pid}/task").glob("*/children")
-        (child,) = (pid for found in children for pid in found.read_text().split())
-        return int(child)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 def guests(main: Running) -> set[str]:
@@ -80,29 +48,6 @@ def guests(main: Running) -> set[str]:
         for unit in main.get("/debug/invariants").json()["problems"]
         if unit.startswith("decode-") and unit != "decode-0"
     }
-
-
-def workers(main: Running) -> int:
-    """Decode workers that answer."""
-    lines = main.get("/metrics").text.splitlines()
-    return int(float(next(x for x in lines if x.startswith("cpkv:decode_workers")).split()[-1]))
-
-
-def pairs(main: Running, unit: str) -> int:
-    """How often a group has come to pair with a decode worker, in all their lives."""
-    return len(main.log_lines(f"can send to {unit}."))
-
-
-def answers(main: Running, questions: int) -> list[str]:
-    """To so many questions at once; in turn they go to both decode workers."""
-
-    def ask(number: int) -> str:
-        answer = main.post(body(f"{number}: {PROBE}", 8))
-        assert answer.status_code == 200, answer.text
-        return answer.json()["choices"][0]["text"]
-
-    with ThreadPoolExecutor(questions) as pool:
-        return list(pool.map(ask, range(questions)))
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +81,11 @@ def local(main: Running) -> list[str]:
 @pytest.fixture(scope="module")
 def joined(
     main: Running, keys: Path, local: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Satellite]:
+) -> Iterator[SatelliteProcess]:
     """In the order of this file, each test leaves it as it found it, but the last ones."""
-    satellite = Satellite(main, keys, tmp_path_factory.mktemp("satellite") / "log")
+    satellite = SatelliteProcess(
+        main, keys, tmp_path_factory.mktemp("satellite") / "log", "127.0.0.2"
+    )
     until(lambda: satellite.says(f"joined {main.cluster.join_address} with {GUEST}"), "joined")
     until(lambda: pairs(main, GUEST) == 1, "paired")
     yield satellite
@@ -146,14 +93,14 @@ def joined(
 
 
 def test_the_answers_are_those_of_the_run_by_itself(
-    main: Running, local: list[str], joined: Satellite
+    main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
     main.get("/flush_cache")
     assert answers(main, 4) == local
     assert main.get("/debug/invariants").json()["balanced"]
 
 
-def test_half_of_the_requests_go_to_the_other_host(main: Running, joined: Satellite) -> None:
+def test_half_of_the_requests_go_to_the_other_host(main: Running, joined: SatelliteProcess) -> None:
     """While its worker is stopped they wait; it loses nothing by that."""
     os.kill(joined.worker(), signal.SIGSTOP)
     with ThreadPoolExecutor(2) as pool:
@@ -166,7 +113,7 @@ def test_half_of_the_requests_go_to_the_other_host(main: Running, joined: Satell
 
 
 def test_a_killed_worker_comes_back_by_its_satellite(
-    main: Running, local: list[str], joined: Satellite
+    main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
     before = pairs(main, GUEST)
     with under_load(main, seed=3) as load:
@@ -182,7 +129,7 @@ def test_a_killed_worker_comes_back_by_its_satellite(
 
 
 def test_a_group_that_is_lost_comes_back_for_the_other_host_too(
-    main: Running, local: list[str], joined: Satellite
+    main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
     life, before = main.cluster.life("prefill-0").number, pairs(main, GUEST)
     with under_load(main, seed=4) as load:
@@ -198,7 +145,7 @@ def test_a_group_that_is_lost_comes_back_for_the_other_host_too(
 
 
 def test_a_server_that_is_lost_is_found_again(
-    main: Running, local: list[str], joined: Satellite
+    main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
     life = main.cluster.life("server-0").number
     os.kill(main.cluster.pid("server-0"), signal.SIGKILL)
@@ -216,7 +163,7 @@ def test_a_server_that_is_lost_is_found_again(
 
 
 def test_a_killed_satellite_takes_its_worker_along_and_the_rest_goes_on(
-    main: Running, local: list[str], joined: Satellite
+    main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
     worker = joined.worker()
     with under_load(main, seed=5) as load:
@@ -255,7 +202,9 @@ def test_satellites_end_by_a_signal_or_with_their_run(
     main: Running, keys: Path, tmp_path: Path
 ) -> None:
     """The last test: it stops the run."""
-    satellites = [Satellite(main, keys, tmp_path / f"log {number}") for number in range(2)]
+    satellites = [
+        SatelliteProcess(main, keys, tmp_path / f"log {n}", "127.0.0.2") for n in range(2)
+    ]
     try:
         for satellite in satellites:
             until(lambda s=satellite: s.says("joined 127.0.0.1:"), "joined")
