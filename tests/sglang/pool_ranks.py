@@ -7,6 +7,7 @@ the attention backend, the indexer's store, its kernels (in Triton's interpreter
 from __future__ import annotations
 
 import contextlib
+import inspect
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -39,6 +40,10 @@ PAGE, LAYERS, PHYSICAL_PAGES = 64, 2, 10
 LORA, ROPE, INDEX = 512, 64, 128
 DTYPES = {"bfloat16": (torch.bfloat16, 576), "fp8_e4m3": (torch.float8_e4m3fn, 656)}
 
+# Below any wrapper that another test of the session has had applied in this process.
+_STOCK_METADATA = inspect.unwrap(nsa_backend.NativeSparseAttnBackend.init_forward_metadata)
+_STOCK_STORE = inspect.unwrap(nsa_indexer.Indexer._store_index_k_cache)
+
 
 class Engine:
     """What a model runner holds, with our pool or with stock's, and one forward of it."""
@@ -49,7 +54,7 @@ class Engine:
 
     def begin(self, batch: Any) -> None:
         batch.token_to_kv_pool = self.pool
-        nsa_backend.NativeSparseAttnBackend.init_forward_metadata(self.backend, batch)
+        _STOCK_METADATA(self.backend, batch)
         if self.shared:
             reads.begin_batch(None, self.backend, batch)
 
@@ -59,12 +64,11 @@ class Engine:
 
     def store_index(self, batch: Any, layer: int, key: torch.Tensor) -> None:
         batch.token_to_kv_pool = self.pool
-        store = nsa_indexer.Indexer._store_index_k_cache
         arguments = (self.indexer, batch, layer, key)
         if self.shared:
-            writes.store_index_k(store, *arguments, act_quant=triton_kernel.act_quant)
+            writes.store_index_k(_STOCK_STORE, *arguments, act_quant=triton_kernel.act_quant)
         else:
-            store(*arguments, act_quant=triton_kernel.act_quant)
+            _STOCK_STORE(*arguments, act_quant=triton_kernel.act_quant)
 
     def store_latent(self, batch: Any, layer: int, nope: torch.Tensor, rope: torch.Tensor) -> None:
         self.pool.set_mla_kv_buffer(_layer(layer), batch.out_cache_loc, nope, rope)
