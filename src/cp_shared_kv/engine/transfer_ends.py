@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from cp_shared_kv.engine.config import EngineConfig
@@ -10,6 +12,8 @@ from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer
 from cp_shared_kv.transfer.cuda_ipc import CudaIpcTarget, CudaIpcTransport
 from cp_shared_kv.transfer.transport import KVTarget, KVTransport
 from cp_shared_kv.transfer.transports import make_target, make_transport
+
+logger = logging.getLogger("cp_shared_kv")
 
 
 def rank_transport(config: EngineConfig, session_id: str, device: torch.device) -> KVTransport:
@@ -30,6 +34,12 @@ def decode_target(config: EngineConfig, name: str, host: str | None) -> KVTarget
     """
     if config.transport == "cuda_ipc":
         return CudaIpcTarget(name)
+    if config.transport == "mooncake":
+        logger.warning(
+            "Mooncake listens on all addresses of this host and asks nobody who they are: whoever "
+            "reaches its ports can read and write this worker's KV pool. Only a firewall, or a "
+            "network of the cluster's own, keeps strangers out (SECURITY.md)"
+        )
     return make_target(config.disaggregation_transfer_backend, name, host=host)
 
 
