@@ -178,7 +178,10 @@ class World:
                     if sender.should_send_kv_chunk(len(chunk), last):
                         sender.send(chunk, state if last else None)
             ended = (KVPoll.Success, KVPoll.Failed)
-            _until(lambda: receiver.poll() in ended and all(s.poll() in ended for s in senders))
+            _until(
+                lambda: receiver.poll() in ended and all(s.poll() in ended for s in senders),
+                case.get("seconds", LIMIT_SECONDS),
+            )
         return {
             "receiver": _word(receiver.poll()),
             "senders": [_word(sender.poll()) for sender in senders],
@@ -222,8 +225,8 @@ def _failing_state(manager: Any) -> Any:
     return mock.patch.object(manager, "_send_kvcache_generic", fail_for_state)
 
 
-def _until(condition: Any) -> None:
-    end = time.monotonic() + LIMIT_SECONDS
+def _until(condition: Any, seconds: float = LIMIT_SECONDS) -> None:
+    end = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > end:
             return
