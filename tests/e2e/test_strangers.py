@@ -96,3 +96,15 @@ def test_a_group_that_does_not_fit_is_turned_away_and_requests_go_on(served: Run
     assert served.post(body).status_code == 200
     assert served.log_lines("message refused: prefill and decode differ in page_size")
     assert served.cluster.life("decode-0").number == 1
+
+
+def test_a_stranger_at_the_supervisor_ends_nothing(served: Running) -> None:
+    socket = zmq.Context.instance().socket(zmq.DEALER)
+    socket.linger = 1000
+    socket.connect(served.cluster.spec.endpoints.supervisor)
+    for frames in ([b""], [b"a", b"b", b"c"], [b"\xc1"], [b"", b""]):
+        socket.send_multipart(frames)
+    time.sleep(0.5)
+    socket.close()
+    assert served.cluster.fatal is None
+    assert served.get("/health").status_code == 200

@@ -199,7 +199,8 @@ class Supervisor:
     def _take_reports(self, seconds: float) -> None:
         wait_ms = int(seconds * 1000)
         while self._socket.poll(wait_ms):
-            identity, data = self._socket.recv_multipart()
+            frames = self._socket.recv_multipart()  # a stranger may send any number of them
+            identity, data = frames[0], frames[-1]
             wait_ms = 0
             try:
                 report = msgspec.msgpack.decode(data, type=ChildReport)
