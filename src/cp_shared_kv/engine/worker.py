@@ -115,8 +115,8 @@ class RankWorker:
         if self._epoch is None:
             return
         sender = self._epoch.sender
-        self._report_out_of_reach(sender)
         sender.resend()
+        self._report_out_of_reach(sender)
         problems = broken([sender.check_invariants])
         self._to_controller(
             RankState(

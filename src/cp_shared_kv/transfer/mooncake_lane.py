@@ -18,6 +18,7 @@ from cp_shared_kv.transfer.mooncake import MAX_IN_FLIGHT, MooncakeEngine, Transf
 from cp_shared_kv.transfer.mooncake_session import LIFE_BYTES, MooncakePeer, proof_of_life
 from cp_shared_kv.transfer.mooncake_write import MooncakeWrite
 
+_LOOKS, _LOOKS_ELSEWHERE = 2, 5
 _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3
 
 
@@ -151,8 +152,10 @@ class MooncakeLane:
     def _carry_out(self, write: MooncakeWrite) -> TransferError | None:
         """Returns when nothing of the write is under way any more."""
         # The first answer after another process has taken the endpoint, or after a connection was
-        # lost, can be an error; it makes the engine ask again for where the peer is.
-        if not (self._is_alive() or self._is_alive()):
+        # lost, can be an error; it makes the engine ask again for where the peer is. A network may
+        # have cut every connection that the engine keeps.
+        looks = _LOOKS_ELSEWHERE if self.peer.elsewhere else _LOOKS
+        if not any(self._is_alive() for _ in range(looks)):
             return self._error("peer does not answer, or is not the one connected", "unreachable")
         if self._send(write):
             return None
