@@ -18,6 +18,7 @@ from cp_shared_kv.engine import figures as figures_module
 from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, TokenChunk
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
+from cp_shared_kv.engine.figures import SILENCE_SECONDS
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
@@ -298,8 +299,8 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (client_module, figures_module):
-        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(figures_module, "FIGURES_SECONDS", 0.05)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(EngineRefusal, match="no figures from the engine") as refused:
@@ -311,6 +312,26 @@ def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.Monke
         with pytest.raises(EngineRefusal, match="has not answered"):
             await collect(engine, request())
         await engine.nothing_but(StatsRequest)
+
+    with_engine(test)
+
+
+def test_figures_do_not_wait_for_a_process_until_the_others_seem_silent_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert figures_module.FIGURES_SECONDS + client_module.PING_SECONDS < SILENCE_SECONDS
+    monkeypatch.setattr(figures_module, "FIGURES_SECONDS", 1.0)
+
+    async def test(engine: Engine) -> None:
+        stopped = engine._socket(engine.address, Life("decode", 1, 1).identity)
+        await stopped.send(encode(Registered()))
+        await asyncio.sleep(0.01)
+        asking = asyncio.create_task(engine.client.stats())
+        for _ in range(2):  # the ping of the start asks too
+            await engine.answer((await engine.next(StatsRequest)).ticket)
+        stats = await asyncio.wait_for(asking, timeout=SILENCE_SECONDS / 2)
+        assert [worker.index for worker in stats.decode] == [0]
+        stopped.close()
 
     with_engine(test)
 
@@ -382,8 +403,7 @@ def test_a_flush_is_answered_with_the_pages_dropped() -> None:
 
 
 def test_a_flush_that_is_not_answered_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (client_module, figures_module):
-        monkeypatch.setattr(module, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(figures_module, "SILENCE_SECONDS", 0.05)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(EngineRefusal, match="no answer from the engine") as refused:
@@ -489,6 +509,24 @@ def test_a_lost_decode_worker_fails_what_it_held_and_not_what_waits() -> None:
         again = await engine.next(Submit)
         assert (first.decode, again.decode) == (str(DECODE), str(DECODE.next()))
         waits.cancel()
+        back.close()
+
+    with_restarts(test)
+
+
+def test_a_request_waits_for_the_first_word_of_a_worker_that_its_group_has_named() -> None:
+    async def test(engine: Restarted) -> None:
+        await engine.down(DECODE)
+        await engine.prefill.send(encode(Paired(decode=str(DECODE.next()))))
+        while not engine.client._router.pairs:
+            await asyncio.sleep(0.01)
+        output = asyncio.create_task(collect(engine, request()))
+        await asyncio.sleep(0.02)
+        assert not output.done()
+        back = engine._socket(engine.address, DECODE.next().identity)
+        await back.send(encode(Registered()))
+        assert (await engine.next(Submit)).decode == str(DECODE.next())
+        output.cancel()
         back.close()
 
     with_restarts(test)

@@ -295,10 +295,13 @@ class ClusterClient:
 
     def _silence(self) -> str | None:
         """What to say when pairs stand and none answers."""
-        if not self._router.pairs or self._answering():
+        heard = self._heard_seconds
+        # A pair is known from its group, maybe before its decode worker has said a first word.
+        pairs = [r for r in self._router.pairs if r.group in heard and r.decode in heard]
+        if not pairs or self._answering():
             return None
-        silence = time.monotonic() - min(self._heard_seconds.values(), default=0.0)
-        return f"the engine has not answered for {silence:.0f} s"
+        last_heard = max(min(heard[route.group], heard[route.decode]) for route in pairs)
+        return f"the engine has not answered for {time.monotonic() - last_heard:.0f} s"
 
     def _answering(self) -> list[Route]:
         """The pairs of which both ends have answered lately."""

@@ -21,6 +21,9 @@ from cp_shared_kv.engine.messages import (
 
 SILENCE_SECONDS = 10.0
 """A process that has not answered for so long gets no requests; a long batch takes less."""
+FIGURES_SECONDS = 3.0
+"""How long figures wait for a process that does not answer. The others answer all the while, and
+must be asked again before their own silence counts."""
 
 Answer = PrefillStats | DecodeStats | Flushed | Checked
 
@@ -37,7 +40,7 @@ class Figures:
         self, lives: list[Life]
     ) -> tuple[list[PrefillGroupStats], list[DecodeWorkerStats]]:
         """Figures of every process that answers. EngineRefusal if no pair of them does."""
-        told = await self._ask(lives, StatsRequest)
+        told = await self._ask(lives, StatsRequest, FIGURES_SECONDS)
         groups = [
             group_stats(life, answer, self._page_size, self._totals)
             for life, answer in told
@@ -50,14 +53,14 @@ class Figures:
         ]
         if not groups or not workers:
             raise EngineRefusal(
-                f"no figures from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
+                f"no figures from the engine in {FIGURES_SECONDS:.0f} s", kind="unavailable"
             )
         return groups, workers
 
     async def flush(self, groups: list[Life]) -> int:
         """Have every group drop its unused prefixes; how many logical pages. EngineRefusal unless
         all answer."""
-        told = await self._ask(groups, Flush)
+        told = await self._ask(groups, Flush, SILENCE_SECONDS)
         if len(told) < len(groups) or not groups:
             raise EngineRefusal(
                 f"no answer from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
@@ -68,7 +71,7 @@ class Figures:
         """What does not add up in the books of each process, by unit."""
         told = {
             life: answer.problems
-            for life, answer in await self._ask(lives, Check)
+            for life, answer in await self._ask(lives, Check, SILENCE_SECONDS)
             if isinstance(answer, Checked)
         }
         silent = [f"no answer in {SILENCE_SECONDS:.0f} s"]
@@ -84,7 +87,10 @@ class Figures:
         self._totals.lost(life)
 
     async def _ask(
-        self, lives: list[Life], question: type[StatsRequest | Flush | Check]
+        self,
+        lives: list[Life],
+        question: type[StatsRequest | Flush | Check],
+        patience_seconds: float,
     ) -> list[tuple[Life, Answer]]:
         ticket, answers = self._tickets.open(sorted(lives))
         try:
@@ -94,7 +100,7 @@ class Figures:
                 except EngineRefusal:
                     answers[life].cancel()  # it has just gone: the others answer all the same
             if answers:
-                await asyncio.wait(answers.values(), timeout=SILENCE_SECONDS)
+                await asyncio.wait(answers.values(), timeout=patience_seconds)
             return [
                 (life, answer.result())
                 for life, answer in answers.items()
