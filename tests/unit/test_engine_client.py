@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -65,9 +66,9 @@ DESCRIPTION = EngineDescription(
 class Engine:
     """Both processes of the engine, as sockets, and the client that is connected to them."""
 
-    def __init__(self) -> None:
+    def __init__(self, description: EngineDescription = DESCRIPTION) -> None:
         self.address = f"inproc://engine-client-{next(_addresses)}"
-        self.client = ClusterClient(self.address, DESCRIPTION)
+        self.client = ClusterClient(self.address, description)
         self.prefill = self._socket(self.address, GROUP.identity)
         self.decode = self._socket(self.address, DECODE.identity)
 
@@ -440,6 +441,21 @@ def with_restarts(test: Callable[[Restarted], Awaitable[None]]) -> None:
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_start_waits_only_a_while_for_others_than_the_pair_that_stands(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "OTHERS_SECONDS", 0.05)
+
+    async def test() -> None:
+        engine = Engine(dataclasses.replace(DESCRIPTION, decode_workers=2))
+        async with asyncio.timeout(20):
+            await engine.start()
+        assert engine.client.healthy() == (True, "ok")
+        await engine.close()
+
+    asyncio.run(test())
 
 
 def test_a_queued_request_goes_to_the_next_life_of_its_group() -> None:

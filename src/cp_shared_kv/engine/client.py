@@ -57,6 +57,8 @@ PING_SECONDS = 1.0
 HOLD_SECONDS = 60.0
 """How long a request may wait for a lost process to come back."""
 RETRY_SECONDS = 0.05
+OTHERS_SECONDS = 5.0
+"""How long a start waits for the other pairs when one stands."""
 
 logger = logging.getLogger("cp_shared_kv")
 
@@ -106,17 +108,19 @@ class ClusterClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until every prefill group can send to every decode worker."""
+        """Wait until every prefill group can send to every decode worker.
+
+        Once some pair stands, the others are waited for only a while: a server that was started
+        again serves by those that are there.
+        """
         self._tasks.append(asyncio.create_task(self._receive()))
+        self._tasks.append(asyncio.create_task(self._ping()))
         wanted = self._description.prefill_groups * self._description.decode_workers
         async with self._changed:
-            await self._changed.wait_for(
-                lambda: (
-                    len(self._router.pairs) >= wanted
-                    and all(route.decode in self._heard_seconds for route in self._router.pairs)
-                )
-            )
-        self._tasks.append(asyncio.create_task(self._ping()))
+            await self._changed.wait_for(self._heard_pairs)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(OTHERS_SECONDS):
+                    await self._changed.wait_for(lambda: len(self._heard_pairs()) >= wanted)
 
     async def close(self) -> None:
         """Stop listening. Open requests get no more tokens."""
@@ -295,13 +299,16 @@ class ClusterClient:
 
     def _silence(self) -> str | None:
         """What to say when pairs stand and none answers."""
-        heard = self._heard_seconds
-        # A pair is known from its group, maybe before its decode worker has said a first word.
-        pairs = [r for r in self._router.pairs if r.group in heard and r.decode in heard]
+        heard, pairs = self._heard_seconds, self._heard_pairs()
         if not pairs or self._answering():
             return None
         last_heard = max(min(heard[route.group], heard[route.decode]) for route in pairs)
         return f"the engine has not answered for {time.monotonic() - last_heard:.0f} s"
+
+    def _heard_pairs(self) -> list[Route]:
+        # A pair is known from its group, maybe before its decode worker has said a first word.
+        heard = self._heard_seconds
+        return [r for r in self._router.pairs if r.group in heard and r.decode in heard]
 
     def _answering(self) -> list[Route]:
         """The pairs of which both ends have answered lately."""
