@@ -301,12 +301,15 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
 
 def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(client_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(figures_module, "FIGURES_SECONDS", 0.05)
 
     async def test(engine: Engine) -> None:
         with pytest.raises(EngineRefusal, match="no figures from the engine") as refused:
             await engine.client.stats()
         assert refused.value.kind == "unavailable"
+        while engine.client.healthy()[0]:
+            await asyncio.sleep(0.01)
         healthy, why = engine.client.healthy()
         assert not healthy
         assert "has not answered" in why
@@ -441,6 +444,34 @@ def with_restarts(test: Callable[[Restarted], Awaitable[None]]) -> None:
             await engine.close()
 
     asyncio.run(run())
+
+
+def test_a_request_that_is_given_up_while_it_waits_for_another_pair_is_forgotten(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(client_module, "HOLD_SECONDS", 0.1)
+
+    async def test(engine: Restarted) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        await engine.next(Submit)
+        await engine.down(GROUP)
+        with pytest.raises(EngineRefusal) as refused:
+            await output
+        assert refused.value.kind == "unavailable"
+        assert engine.client._open == {}
+
+    with_restarts(test)
+
+
+def test_a_client_that_was_stopped_itself_takes_nobody_for_silent() -> None:
+    async def test(engine: Engine) -> None:
+        await engine.answer((await engine.next(StatsRequest)).ticket)
+        for life in engine.client._heard_seconds:
+            engine.client._heard_seconds[life] -= 1000.0
+        engine.client._asked_seconds -= 1000.0
+        assert engine.client.healthy() == (True, "ok")
+
+    with_engine(test)
 
 
 def test_a_start_waits_only_a_while_for_others_than_the_pair_that_stands(

@@ -95,6 +95,7 @@ class ClusterClient:
         """Requests that can be aborted: room and route."""
         self._heard_seconds: dict[Life, float] = {}
         """When each live process last answered."""
+        self._asked_seconds = time.monotonic()
         self._lost: set[Life] = set()
         self._why_lost: dict[str, str] = {}
         """Units that are down, and why."""
@@ -145,7 +146,11 @@ class ClusterClient:
         keys = page_keys(tokens, self._description.page_size)
         give_up_seconds = time.monotonic() + HOLD_SECONDS
         while True:
-            route = await self._route(keys, len(tokens))
+            try:
+                route = await self._route(keys, len(tokens))
+            except EngineRefusal:
+                self._open.pop(request.request_id, None)  # of the try before
+                raise
             number = secrets.randbits(62)  # a new one each time: late words on the last go nowhere
             room = ClientRoom(route)
             self._rooms[number] = room
@@ -311,11 +316,10 @@ class ClusterClient:
         return [r for r in self._router.pairs if r.group in heard and r.decode in heard]
 
     def _answering(self) -> list[Route]:
-        """The pairs of which both ends have answered lately."""
-        now = time.monotonic()
-        lively = {
-            life for life, heard in self._heard_seconds.items() if now - heard <= SILENCE_SECONDS
-        }
+        """The pairs of which both ends had answered lately when they were last asked."""
+        # Not lately by the clock: whoever was stopped itself must not take the others for silent.
+        since = self._asked_seconds - SILENCE_SECONDS
+        lively = {life for life, heard in self._heard_seconds.items() if heard >= since}
         return [r for r in self._router.pairs if r.group in lively and r.decode in lively]
 
     # Links ------------------------------------------------------------------------------------
@@ -400,6 +404,7 @@ class ClusterClient:
 
     async def _ping(self) -> None:
         while True:
+            self._asked_seconds = time.monotonic()
             with contextlib.suppress(EngineRefusal):
                 await self.stats()
             await asyncio.sleep(PING_SECONDS)
