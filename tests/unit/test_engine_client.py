@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import itertools
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ import zmq.asyncio
 
 from cp_shared_kv.engine import client as client_module
 from cp_shared_kv.engine import figures as figures_module
+from cp_shared_kv.engine import presence as presence_module
 from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, TokenChunk
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
@@ -300,7 +302,7 @@ def test_figures_of_both_processes_are_joined_and_outcomes_counted() -> None:
 
 
 def test_an_engine_that_does_not_answer_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(client_module, "SILENCE_SECONDS", 0.05)
+    monkeypatch.setattr(presence_module, "SILENCE_SECONDS", 0.05)
     monkeypatch.setattr(client_module, "PING_SECONDS", 0.05)
     monkeypatch.setattr(figures_module, "FIGURES_SECONDS", 0.05)
 
@@ -344,8 +346,8 @@ def test_an_engine_that_answers_a_ping_is_healthy_again(monkeypatch: pytest.Monk
     monkeypatch.setattr(client_module, "PING_SECONDS", 0.01)
 
     async def test(engine: Engine) -> None:
-        for life in engine.client._heard_seconds:
-            engine.client._heard_seconds[life] -= 1000.0
+        for life in engine.client._presence.lives:
+            engine.client._presence.heard(life, time.monotonic() - 1000.0)
         healthy, why = engine.client.healthy()
         assert not healthy
         assert "has not answered for 100" in why
@@ -461,17 +463,6 @@ def test_a_request_that_is_given_up_while_it_waits_for_another_pair_is_forgotten
         assert engine.client._open == {}
 
     with_restarts(test)
-
-
-def test_a_client_that_was_stopped_itself_takes_nobody_for_silent() -> None:
-    async def test(engine: Engine) -> None:
-        await engine.answer((await engine.next(StatsRequest)).ticket)
-        for life in engine.client._heard_seconds:
-            engine.client._heard_seconds[life] -= 1000.0
-        engine.client._asked_seconds -= 1000.0
-        assert engine.client.healthy() == (True, "ok")
-
-    with_engine(test)
 
 
 def test_a_start_waits_only_a_while_for_others_than_the_pair_that_stands(

@@ -29,7 +29,7 @@ from cp_shared_kv.engine.api import (
 )
 from cp_shared_kv.engine.client_room import ClientRoom, Lost, StillQueued, logprobs_of
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
-from cp_shared_kv.engine.figures import SILENCE_SECONDS, Figures
+from cp_shared_kv.engine.figures import Figures
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
@@ -46,6 +46,7 @@ from cp_shared_kv.engine.messages import (
     Tokens,
 )
 from cp_shared_kv.engine.off_host import OffHostDoor
+from cp_shared_kv.engine.presence import Presence
 from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.engine.self_check import broken
@@ -93,9 +94,7 @@ class ClusterClient:
         self._rooms: dict[int, ClientRoom] = {}
         self._open: dict[str, tuple[int, Route]] = {}
         """Requests that can be aborted: room and route."""
-        self._heard_seconds: dict[Life, float] = {}
-        """When each live process last answered."""
-        self._asked_seconds = time.monotonic()
+        self._presence = Presence(time.monotonic())
         self._lost: set[Life] = set()
         self._why_lost: dict[str, str] = {}
         """Units that are down, and why."""
@@ -118,10 +117,10 @@ class ClusterClient:
         self._tasks.append(asyncio.create_task(self._ping()))
         wanted = self._description.prefill_groups * self._description.decode_workers
         async with self._changed:
-            await self._changed.wait_for(self._heard_pairs)
+            await self._changed.wait_for(self._known)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(OTHERS_SECONDS):
-                    await self._changed.wait_for(lambda: len(self._heard_pairs()) >= wanted)
+                    await self._changed.wait_for(lambda: len(self._known()) >= wanted)
 
     async def close(self) -> None:
         """Stop listening. Open requests get no more tokens."""
@@ -259,7 +258,7 @@ class ClusterClient:
 
     async def _cancel(self, number: int, route: Route) -> None:
         for life in (route.group, route.decode):
-            if life in self._heard_seconds:
+            if life in self._presence.lives:
                 with contextlib.suppress(EngineRefusal):  # it has just gone, and the room with it
                     await self._send(life, Cancel(room=number))
 
@@ -267,7 +266,7 @@ class ClusterClient:
 
     async def stats(self) -> EngineStats:
         """Figures of this moment, of every process that answers."""
-        groups, workers = await self._figures.gather(list(self._heard_seconds))
+        groups, workers = await self._figures.gather(self._presence.lives)
         return EngineStats(
             prefill=groups,
             decode=workers,
@@ -278,12 +277,12 @@ class ClusterClient:
     async def flush_cache(self) -> int:
         """Drop every cached prefix that no request uses; returns how many logical pages."""
         return await self._figures.flush(
-            [life for life in self._heard_seconds if life.role == "prefill"]
+            [life for life in self._presence.lives if life.role == "prefill"]
         )
 
     async def check_invariants(self) -> dict[str, list[str]]:
         """Have every process check its books: what does not add up, by unit."""
-        told = await self._figures.check(list(self._heard_seconds))
+        told = await self._figures.check(self._presence.lives)
         return told | {"router": broken([self._router.check_invariants])}
 
     def healthy(self) -> tuple[bool, str]:
@@ -303,24 +302,13 @@ class ClusterClient:
         return False, "the engine is starting"
 
     def _silence(self) -> str | None:
-        """What to say when pairs stand and none answers."""
-        heard, pairs = self._heard_seconds, self._heard_pairs()
-        if not pairs or self._answering():
-            return None
-        last_heard = max(min(heard[route.group], heard[route.decode]) for route in pairs)
-        return f"the engine has not answered for {time.monotonic() - last_heard:.0f} s"
+        return self._presence.silence(self._router.pairs, time.monotonic())
 
-    def _heard_pairs(self) -> list[Route]:
-        # A pair is known from its group, maybe before its decode worker has said a first word.
-        heard = self._heard_seconds
-        return [r for r in self._router.pairs if r.group in heard and r.decode in heard]
+    def _known(self) -> list[Route]:
+        return self._presence.known(self._router.pairs)
 
     def _answering(self) -> list[Route]:
-        """The pairs of which both ends had answered lately when they were last asked."""
-        # Not lately by the clock: whoever was stopped itself must not take the others for silent.
-        since = self._asked_seconds - SILENCE_SECONDS
-        lively = {life for life, heard in self._heard_seconds.items() if heard >= since}
-        return [r for r in self._router.pairs if r.group in lively and r.decode in lively]
+        return self._presence.answering(self._router.pairs)
 
     # Links ------------------------------------------------------------------------------------
 
@@ -338,7 +326,7 @@ class ClusterClient:
             self._why_lost.pop(life.unit, None)
         else:
             self._why_lost[life.unit] = news.reason
-        self._heard_seconds.pop(life, None)
+        self._presence.lost(life)
         self._problems.pop(life, None)
         self._router.lost(life)
         self._figures.lost(life)
@@ -374,7 +362,7 @@ class ClusterClient:
             return
         if sender.role == "server":
             raise ProtocolError("a server speaks to a server", value=str(sender))
-        self._heard_seconds[sender] = time.monotonic()
+        self._presence.heard(sender, time.monotonic())
         match message:
             case Registered():
                 self._why_lost.pop(sender.unit, None)
@@ -404,7 +392,7 @@ class ClusterClient:
 
     async def _ping(self) -> None:
         while True:
-            self._asked_seconds = time.monotonic()
+            self._presence.asked(time.monotonic())
             with contextlib.suppress(EngineRefusal):
                 await self.stats()
             await asyncio.sleep(PING_SECONDS)
