@@ -41,6 +41,12 @@ class Remote:
         self._door = OffHostDoor(self._socket, "127.0.0.2", 0, keys)
         self.address = self._door.address
 
+    def hears(self, socket: zmq.Socket[bytes]) -> None:
+        """The link stands: keys were agreed on, and a word has come."""
+        socket.send(b"a word")
+        assert self._socket.poll(10_000)
+        self._socket.recv_multipart()
+
     def die(self) -> None:
         if not self._socket.closed:
             self._socket.close()
@@ -72,6 +78,7 @@ def test_a_link_that_breaks_is_given_up_once(remote: Remote, keys: ControlKeys) 
     reports, link = Reports(), DecodeLink(GROUP, DECODE, remote.address, keys)
     reports.out_of_reach.look(link, greeted=True, now_seconds=time.monotonic())
     assert reports.made == []
+    remote.hears(link.socket)
     remote.die()
     until_lost(link.socket)
     for _ in range(3):
