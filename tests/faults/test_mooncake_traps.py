@@ -21,12 +21,18 @@ import pytest
 
 from cp_shared_kv.errors import StartupError, TransferError
 from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.testing.transport_ends import STALL_SECONDS, TransportEnds, outcome
+from cp_shared_kv.testing.transport_ends import (
+    STALL_SECONDS,
+    TransportEnds,
+    outcome,
+    revived,
+    stopped_in_mid_write,
+)
 from cp_shared_kv.testing.transport_peer import PeerError, TransportPeer
 from cp_shared_kv.transfer.mooncake import MooncakeEngine, Transfer
 from cp_shared_kv.transfer.mooncake_target import MooncakeTarget
 from cp_shared_kv.transfer.mooncake_transport import MooncakeTransport
-from cp_shared_kv.transfer.transport import KVTransport, PeerInfo, Runs
+from cp_shared_kv.transfer.transport import KVTransport, PeerInfo
 
 SMALL, LARGE = 1 << 16, 64 << 20
 RANGE_BYTES = 256 << 10
@@ -65,30 +71,6 @@ def ended(transfer: Transfer | None) -> bool:
         assert time.monotonic() < deadline
         time.sleep(0.001)
     return landed
-
-
-def revived(transport: KVTransport, peer: TransportPeer) -> None:
-    deadline = time.monotonic() + LIMIT_SECONDS
-    while not transport.revive(peer.info.session_id):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
-def stopped_in_mid_write(transport: KVTransport, peer: TransportPeer, runs: Runs) -> TransferError:
-    """Stops the peer during a write; returns how that failed."""
-    for _ in range(20):
-        peer.memory[:] = 0
-        future = transport.write(peer.info.session_id, runs)
-        while not peer.memory[::4096].any():
-            time.sleep(0.0005)
-        peer.stop()
-        had_ended = future.done()
-        found = outcome(future)
-        if isinstance(found, TransferError) and not had_ended:
-            return found
-        peer.resume()  # it was too late: all had landed, or a busy machine had stalled it before
-        revived(transport, peer)
-    raise AssertionError(f"{runs.total_bytes} bytes always land before the peer stops")
 
 
 # The queue --------------------------------------------------------------------------------------

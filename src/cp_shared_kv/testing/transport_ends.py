@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Literal, Self
@@ -106,3 +107,28 @@ def outcome(future: Future[int]) -> int | TransferError:
         return future.result()
     assert isinstance(error, TransferError), error
     return error
+
+
+def revived(transport: KVTransport, peer: TransportPeer) -> None:
+    """Waits until the transport has found the peer again."""
+    deadline = time.monotonic() + LIMIT_SECONDS
+    while not transport.revive(peer.info.session_id):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def stopped_in_mid_write(transport: KVTransport, peer: TransportPeer, runs: Runs) -> TransferError:
+    """Stops the peer during a write; returns how that failed."""
+    for _ in range(20):
+        peer.memory[:] = 0
+        future = transport.write(peer.info.session_id, runs)
+        while not peer.memory[::4096].any():
+            time.sleep(0.0005)
+        peer.stop()
+        had_ended = future.done()
+        found = outcome(future)
+        if isinstance(found, TransferError) and not had_ended:
+            return found
+        peer.resume()  # it was too late: all had landed, or a busy machine had stalled it before
+        revived(transport, peer)
+    raise AssertionError(f"{runs.total_bytes} bytes always land before the peer stops")
