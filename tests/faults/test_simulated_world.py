@@ -21,6 +21,7 @@ from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.engine.router import Router
 from cp_shared_kv.engine.scheduler import PrefillScheduler
+from cp_shared_kv.engine.transfer_peer import TransferPeer
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
@@ -95,6 +96,7 @@ WORTH_SEEING = [
     "prefix held by decode",
     "pages evicted",
     "longest prompt",
+    "worker lost while it was being connected",
     "largest reservation",
 ]
 
@@ -199,7 +201,23 @@ def a_stray_write_counts_as_over(patch: pytest.MonkeyPatch) -> None:
 
 @mutant("does not come to rest")
 def nobody_looks_for_a_lost_worker(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransferSender, "_drained", lambda self, decode: True)
+    patch.setattr(TransferSender, "_drained", lambda self, rooms: None)
+
+
+@mutant("has given the pages of room")
+def ranks_count_a_dead_worker_as_forgotten_when_they_ask_for_it(patch: pytest.MonkeyPatch) -> None:
+    disconnect = TransferPeer._disconnect
+
+    def hasty(self: TransferPeer) -> None:
+        disconnect(self)
+        self._end()
+
+    patch.setattr(TransferPeer, "_disconnect", hasty)
+
+
+@mutant("does not come to rest")
+def ranks_do_not_hear_of_what_their_side_calls_come_to(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransferPeer, "collect", lambda self: None)
 
 
 @mutant("does not come to rest")

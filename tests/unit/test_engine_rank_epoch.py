@@ -58,5 +58,4 @@ def test_more_memory_than_the_run_has_is_refused_before_any_is_asked_for(
             nothing,
             to_decode=nothing,
             to_controller=nothing,
-            wake=nothing,
         )

@@ -10,6 +10,7 @@ import pytest
 
 from cp_shared_kv.engine.batch import BatchRequest
 from cp_shared_kv.engine.messages import RoomConcluded
+from cp_shared_kv.engine.transfer_peers import TransferPeers
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
@@ -18,6 +19,7 @@ from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.testing.calls_at_once import CallsAtOnce
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
@@ -93,20 +95,20 @@ class Rank:
         self.to_decode: list[Sent | Concluded | Quiesced] = []
         self.to_controller: list[msgspec.Struct] = []
         self.woken = 0
+        self.answers: list[str | None] = []
         self.sender = TransferSender(
             CpSharedKVLayout(4, 1, 0, physical_pages=8),
             KVPool(SPEC, 8, PrivateBuffer(SPEC.pool_bytes(8))),
-            self.transport,
+            TransferPeers(self.transport, CallsAtOnce(), self._wake),
             rank=0,
             epoch=EPOCH,
             sends_nothing=sends_nothing,
             verify=verify,
             to_decode=self.to_decode.append,
             to_controller=self.to_controller.append,
-            wake=self._wake,
         )
         for epoch in (DECODE_EPOCH, OTHER_EPOCH):
-            self.sender.connect(hello(epoch))
+            self.sender.connect(hello(epoch), lambda failure: self.answers.append(failure))
 
     def _wake(self) -> None:
         self.woken += 1

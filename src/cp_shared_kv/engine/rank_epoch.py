@@ -19,13 +19,13 @@ from cp_shared_kv.engine.readers import make_reader
 from cp_shared_kv.engine.recording import LogitsLog
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.state import SamplingState
+from cp_shared_kv.engine.transfer_peers import TransferPeers
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import LayoutError, ProtocolError
 from cp_shared_kv.layout.pages import LogicalPages, Positions
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, GpuGroup
 from cp_shared_kv.transfer.messages import AbortRoom, Concluded, OpenRoom, Quiesced, Sent
-from cp_shared_kv.transfer.transport import KVTransport
 
 Send = Callable[[msgspec.Struct], None]
 
@@ -41,11 +41,10 @@ class RankEpoch:
         model: ModelDescription,
         transformer: Transformer,
         group: CPGroup,
-        transport: KVTransport,
+        peers: TransferPeers,
         *,
         to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
-        wake: Callable[[], None],
     ) -> None:
         _check_sizes(configure, spec.limits)
         rank = group.cp_rank
@@ -85,14 +84,13 @@ class RankEpoch:
         self.sender = TransferSender(
             self._pools.layout,
             self._pools.pool,
-            transport,
+            peers,
             rank=rank,
             epoch=configure.epoch,
             sends_nothing=not configure.shared and rank > 0,
             verify=spec.engine_config().verify_kv_transfer,
             to_decode=to_decode,
             to_controller=to_controller,
-            wake=wake,
         )
         self._sampling: dict[int, SamplingState] = {}
         """Of the open rooms whose first token has not been chosen."""
@@ -152,9 +150,9 @@ class RankEpoch:
                 self._sampling.pop(part.room, None)
 
     def close(self) -> None:
-        """Forget all rooms and give the pools up."""
-        self.sender.close()
-        self._pools.close()
+        """Forget all rooms, and give the pools up as soon as no write reads from them. Does not
+        wait for that: `TransferPeers.settle` does."""
+        self.sender.close(self._pools.close)
 
     def _flip_a_bit(self, batch: Batch) -> None:
         """Damage the first page here of the batch's prefixes, in its slightest: a test's wish."""

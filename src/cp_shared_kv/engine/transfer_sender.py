@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 import numpy as np
 
 from cp_shared_kv.engine.batch import BatchRequest
 from cp_shared_kv.engine.messages import RoomConcluded
+from cp_shared_kv.engine.transfer_peer import Answer, PeerState, TransferPeer
+from cp_shared_kv.engine.transfer_peers import TransferPeers
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, PhysicalPages, Positions
@@ -19,7 +21,7 @@ from cp_shared_kv.memory.page_checksums import page_checksums
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.transfer.actions import PrefillAction, ReleaseSources, SendMessage, SubmitWrite
 from cp_shared_kv.transfer.codec import pack_int64
-from cp_shared_kv.transfer.descriptors import PageAreas, expand, merge_pages
+from cp_shared_kv.transfer.descriptors import expand, merge_pages
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Acknowledged,
@@ -30,29 +32,16 @@ from cp_shared_kv.transfer.messages import (
     Sent,
 )
 from cp_shared_kv.transfer.prefill_session import PrefillSession, PrefillState
-from cp_shared_kv.transfer.transport import KVTransport, PeerInfo
 
 NO_PAGES = PhysicalPages(np.zeros(0, dtype=np.int64))
 NO_POSITIONS = Positions(np.zeros(0, dtype=np.int64))
 Send = Callable[[msgspec.Struct], None]
 
-logger = logging.getLogger("cp_shared_kv")
-
-
-@dataclass(eq=False)
-class _Decode:
-    """A decode worker that this rank can write to."""
-
-    hello: Hello
-    areas: PageAreas
-    unreachable: str | None = None
-    """How a write to it failed: nothing is written until the transport has found it again."""
-    dead: bool = False
-
 
 @dataclass(eq=False)
 class _Room:
-    decode: _Decode
+    name: int
+    decode: TransferPeer
     session: PrefillSession
     pages: int = 0
     descriptors: int = 0
@@ -63,7 +52,6 @@ class _Room:
 class _Write:
     """A chunk on its way to decode."""
 
-    name: int
     room: _Room
     chunk: int
     source_physical_pages: PhysicalPages
@@ -74,8 +62,9 @@ class _Write:
 class TransferSender:
     """Sends the pages that this rank owns. `to_decode`, `to_controller` put messages on links.
 
-    A write takes as long as it takes: nothing here waits for it. `wake` is called when one has
-    ended, from any thread; then call `collect`.
+    A write takes as long as it takes, and so does reaching a decode worker or letting it go:
+    nothing here waits for it. `peers.wake` is called when something has ended, from any thread;
+    then call `collect`.
 
     `sends_nothing` is for the ranks of a replicated group that hold copies of what rank 0 sends:
     they conclude every room with zero pages. `verify` sends a checksum with each page.
@@ -85,7 +74,7 @@ class TransferSender:
         self,
         layout: CpSharedKVLayout,
         pool: KVPool,
-        transport: KVTransport,
+        peers: TransferPeers,
         *,
         rank: int,
         epoch: int,
@@ -93,58 +82,64 @@ class TransferSender:
         verify: bool,
         to_decode: Callable[[Sent | Concluded | Quiesced], None],
         to_controller: Send,
-        wake: Callable[[], None],
     ) -> None:
         self._layout = layout
         self._pool = pool
-        self._transport = transport
-        self._region = transport.register(pool.buffer)
+        self._peers = peers
+        self._transport = peers.transport
+        self._region = peers.transport.register(pool.buffer)
         self._rank = rank
         self._epoch = epoch
         self._sends_nothing = sends_nothing
         self._verify = verify
         self._to_decode = to_decode
         self._to_controller = to_controller
-        self._wake = wake
         self._rooms: dict[int, _Room] = {}
-        self._decodes: dict[int, _Decode] = {}
-        """By epoch: those that live, and dead ones that the transport has not let go."""
         self._writes: list[_Write] = []
 
-    def connect(self, decode: Hello) -> None:
+    def connect(self, decode: Hello, answer: Answer) -> None:
         """Map the pool of a decode worker that the controller has shaken hands with.
 
-        TransferError if it cannot be reached.
+        `answer` is called with None when it can be written to, or with why it cannot; not if it
+        is reported dead first. Only then may the controller open rooms for it. Again with the same
+        Hello: no effect but the answer.
+
+        ProtocolError, with nothing changed, for one without memory, and for one that is known
+        under this epoch, or by this session, as another.
         """
-        self._transport.connect(PeerInfo(decode.session_id, decode.regions))
-        areas = PageAreas.between(self._pool.spec, self._pool.physical_pages, decode.physical_pages)
-        self._decodes[decode.epoch] = _Decode(decode, areas)
+        self._peers.connect(decode, self._pool, answer)
 
     def decode_dead(self, decode_epoch: int, reason: str) -> None:
         """A decode worker's process is gone: its rooms end, and its memory is unmapped."""
-        decode = self._decodes.get(decode_epoch)
-        if decode is None or decode.dead:
+        decode = self._peers.of_epoch(decode_epoch)
+        if decode is None:
             return
-        decode.dead = True
-        for name, room in self._rooms_of(decode):
-            self._carry_out(name, room.session.peer_dead(reason))
-        self._let_go(decode)
+        for room in self._rooms_of(decode):
+            self._carry_out(room, room.session.peer_dead(reason))
+        decode.let_go(partial(self._gone, decode))
 
     def unreachable(self, decode_epoch: int) -> str | None:
         """Why nothing can be written to a decode worker now; None while it can be."""
-        decode = self._decodes.get(decode_epoch)
+        decode = self._peers.of_epoch(decode_epoch)
         return None if decode is None else decode.unreachable
 
     def open(self, message: OpenRoom) -> None:
-        """Take a reserved room; precedes its first chunk."""
-        decode = self._decodes.get(message.decode_epoch)
-        if decode is None or decode.dead:
+        """Take a reserved room; precedes its first chunk.
+
+        ProtocolError if it is for a decode worker of which this rank has not said that it is
+        connected: the controller pairs with one when every rank has.
+        """
+        decode = self._peers.of_epoch(message.decode_epoch)
+        if decode is None or decode.state is PeerState.CONNECTING:
             raise ProtocolError(
-                "a room for a decode worker that is not connected", value=message.decode_epoch
+                "a room for a decode worker that is not connected",
+                value=message.decode_epoch,
+                allowed="one of which every rank has said that it is",
             )
         if message.room in self._rooms:
             raise ProtocolError("room is already open at this rank", value=message.room)
         self._rooms[message.room] = _Room(
+            message.room,
             decode,
             PrefillSession(
                 room=message.room,
@@ -167,37 +162,39 @@ class TransferSender:
                 Positions(np.arange(part.send_start, part.send_stop, dtype=np.int64)),
             )
         self._carry_out(
-            part.room, room.session.chunk_ready(part.chunk, sources, positions, last=part.last)
+            room, room.session.chunk_ready(part.chunk, sources, positions, last=part.last)
         )
 
     def on_decode(self, message: Acknowledged | AbortRoom) -> None:
         """Decode heard a conclusion, or stops a room."""
         room = self._rooms.get(message.room)
         if room is not None:
-            self._carry_out(message.room, room.session.receive(message))
+            self._carry_out(room, room.session.receive(message))
 
     def abort(self, message: AbortRoom) -> None:
         """The controller stops a room."""
         room = self._rooms.get(message.room)
         if room is not None:
-            self._carry_out(message.room, room.session.abort(message.reason))
+            self._carry_out(room, room.session.abort(message.reason))
 
     def collect(self) -> None:
-        """Take note of the writes that have ended."""
+        """Take note of the writes that have ended, and of what has become of decode workers."""
         ended = [write for write in self._writes if write.landed.done()]
         self._writes = [write for write in self._writes if write not in ended]
         for write in ended:
             self._end(write)
+        self._peers.collect()
 
     def resend(self) -> None:
         """Say again what decode has not acknowledged, and look for workers that were lost."""
-        for name in list(self._rooms):
-            self._carry_out(name, self._rooms[name].session.resend_due())
-        for decode in list(self._decodes.values()):
-            if decode.dead:
-                self._let_go(decode)
-            elif decode.unreachable and self._transport.revive(decode.hello.session_id):
-                decode.unreachable = None if self._drained(decode) else decode.unreachable
+        for room in list(self._rooms.values()):
+            self._carry_out(room, room.session.resend_due())
+        self._peers.look()
+        for decode in self._peers.to_find():
+            # Of what is lost while it is looked for, its being found says nothing.
+            under_way = {write.room for write in self._writes}
+            lost = [room for room in self._draining(decode) if room not in under_way]
+            decode.find(partial(self._found, decode, lost))
 
     @property
     def open_rooms(self) -> list[int]:
@@ -209,21 +206,20 @@ class TransferSender:
         for room in self._rooms.values():
             room.session.check_invariants()
 
-    def close(self) -> None:
-        """Forget all rooms and this epoch's pool, and unmap the decode workers' memory."""
+    def close(self, closed: Callable[[], None]) -> None:
+        """The epoch is over: forget all rooms, let the decode workers go. Does not wait.
+
+        `closed` is called when no write can read from the pool any more: until then it must stay.
+        """
         self._rooms.clear()
         self._writes.clear()
-        for decode in self._decodes.values():
-            self._transport.disconnect(decode.hello.session_id)
-        self._decodes.clear()
-        self._transport.unregister(self._region)
+        self._peers.retire(self._region, closed)
 
-    def _carry_out(self, name: int, actions: list[PrefillAction]) -> None:
-        room = self._rooms[name]
+    def _carry_out(self, room: _Room, actions: list[PrefillAction]) -> None:
         for action in actions:
             match action:
                 case SubmitWrite():
-                    self._write(name, room, action)
+                    self._write(room, action)
                 case SendMessage():
                     assert isinstance(action.message, Sent | Concluded | Quiesced)
                     self._to_decode(action.message)
@@ -231,7 +227,7 @@ class TransferSender:
                     self._to_controller(
                         RoomConcluded(
                             rank=self._rank,
-                            room=name,
+                            room=room.name,
                             pages=room.pages,
                             descriptors=room.descriptors,
                             bytes=room.nbytes,
@@ -239,39 +235,38 @@ class TransferSender:
                         )
                     )
         if room.session.finished:
-            self._rooms.pop(name, None)
+            self._rooms.pop(room.name, None)
 
-    def _write(self, name: int, room: _Room, write: SubmitWrite) -> None:
+    def _write(self, room: _Room, write: SubmitWrite) -> None:
         decode = room.decode
         runs = expand(
             merge_pages(write.source_physical_pages, write.destination_physical_pages),
             decode.areas,
             local_region=self._region.name,
-            remote_region=decode.hello.regions[0].name,
+            remote_region=decode.region,
         )
         begun = _Write(
-            name,
             room,
             write.chunk,
             write.source_physical_pages,
             runs.count,
-            self._transport.write(decode.hello.session_id, runs),
+            self._transport.write(decode.session_id, runs),
         )
         if begun.landed.done():
             self._end(begun)
         else:
             self._writes.append(begun)
-            begun.landed.add_done_callback(lambda _: self._wake())
+            begun.landed.add_done_callback(lambda _: self._peers.wake())
 
     def _end(self, write: _Write) -> None:
         room, session = write.room, write.room.session
-        if self._rooms.get(write.name) is not room:
+        if self._rooms.get(room.name) is not room:
             return  # it was let go with its decode worker
         try:
             nbytes = write.landed.result()
         except TransferError as error:
             if error.kind == "unreachable" or not error.quiescent:
-                room.decode.unreachable = room.decode.unreachable or str(error)
+                room.decode.lost(str(error))
             actions = session.write_failed(write.chunk, str(error), quiescent=error.quiescent)
         else:
             room.pages += len(write.source_physical_pages)
@@ -280,7 +275,7 @@ class TransferSender:
             actions = session.write_done(
                 write.chunk, write.descriptors, nbytes, self._checksums(write)
             )
-        self._carry_out(write.name, actions)
+        self._carry_out(room, actions)
 
     def _checksums(self, write: _Write) -> bytes:
         if not self._verify:
@@ -288,32 +283,28 @@ class TransferSender:
         # The pages are locked until the room concludes: they are still what was sent.
         return pack_int64(page_checksums(self._pool, write.source_physical_pages))
 
-    def _let_go(self, decode: _Decode) -> None:
-        """Have the transport forget a dead decode worker: then no write to it can land."""
-        try:
-            self._transport.disconnect(decode.hello.session_id)
-        except TransferError as error:
-            logger.error("asked again later: %s", error)
-            return
-        del self._decodes[decode.hello.epoch]
+    def _gone(self, decode: TransferPeer) -> None:
+        """The transport has forgotten a dead decode worker: no write to it can land."""
         self._writes = [write for write in self._writes if write.room.decode is not decode]
-        self._drained(decode)
+        self._drained(self._draining(decode))
 
-    def _drained(self, decode: _Decode) -> bool:
-        """No write to it that has failed can land: free what waited for that alone.
+    def _found(self, decode: TransferPeer, rooms: list[_Room]) -> bool:
+        """A decode worker can be written to again, and what these rooms had lost cannot land.
 
-        False if a failed room has writes under way as well: ask once more when they have ended.
+        False if others wait for it: then it is to be looked for once more.
         """
-        under_way = {write.name for write in self._writes}
-        waiting = [
-            name
-            for name, room in self._rooms_of(decode)
-            if room.session.state is PrefillState.DRAINING
-        ]
-        for name in waiting:
-            if name not in under_way:
-                self._carry_out(name, self._rooms[name].session.drained())
-        return under_way.isdisjoint(waiting)
+        waiting = self._draining(decode)
+        self._drained([room for room in rooms if room in waiting])
+        return not self._draining(decode)
 
-    def _rooms_of(self, decode: _Decode) -> list[tuple[int, _Room]]:
-        return [(name, room) for name, room in self._rooms.items() if room.decode is decode]
+    def _drained(self, rooms: list[_Room]) -> None:
+        """No write of these failed rooms can land: free what waited for that alone."""
+        for room in rooms:
+            self._carry_out(room, room.session.drained())
+
+    def _draining(self, decode: TransferPeer) -> list[_Room]:
+        draining = PrefillState.DRAINING
+        return [room for room in self._rooms_of(decode) if room.session.state is draining]
+
+    def _rooms_of(self, decode: TransferPeer) -> list[_Room]:
+        return [room for room in self._rooms.values() if room.decode is decode]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from functools import partial
 
 import msgspec
 import torch
@@ -13,8 +14,9 @@ import zmq
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.child import SupervisorLink
-from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, RankToDecode, encode
-from cp_shared_kv.engine.links import dealer, post
+from cp_shared_kv.engine.codecs import DECODE_TO_RANK, TO_RANK, encode
+from cp_shared_kv.engine.decode_links import DecodeLinks
+from cp_shared_kv.engine.links import dealer
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Configure,
@@ -26,20 +28,20 @@ from cp_shared_kv.engine.messages import (
     RankState,
 )
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
-from cp_shared_kv.engine.off_host import is_lost, is_off_host
 from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.side_calls import SideCalls, ThreadEach
 from cp_shared_kv.engine.transfer_ends import rank_transport
-from cp_shared_kv.engine.transfer_sender import TransferSender
-from cp_shared_kv.errors import ProtocolError, TransferError
+from cp_shared_kv.engine.transfer_peers import TransferPeers
+from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import CPGroup, GpuGroup, TorchGroup
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
 
-CONTACT_SECONDS = 5.0
-"""How long a link to another host may take to stand."""
+LEAVE_SECONDS = 1.0
+"""How long an epoch that begins waits for the memory of the one before."""
 RESEND_SECONDS = 1.0
 """A conclusion that decode has not acknowledged is said again after so long."""
 
@@ -60,7 +62,9 @@ class RankWorker:
         model: ModelDescription,
         transformer: Transformer,
         group: CPGroup,
+        calls: SideCalls | None = None,
     ) -> None:
+        """`calls` makes those that may wait for decode workers; in threads, if it is None."""
         self._spec = spec
         self._life = life
         self._model = model
@@ -69,17 +73,18 @@ class RankWorker:
         self._rank = group.cp_rank
         self._identity = life.rank_identity(self._rank)
         self.controller = dealer(self._identity, spec.endpoints.inbox(life))
-        self.decodes: dict[int, zmq.Socket[bytes]] = {}
-        """Links to decode workers, by the epoch of each."""
-        self._keys = spec.control_keys()
-        self._off_host: set[zmq.Socket[bytes]] = set()
-        """Those of them that lead to other hosts, as long as nothing was reported of them."""
-        self._transport = rank_transport(
-            spec.engine_config(), f"{spec.run_id}-{life}-rank{self._rank}", transformer.device
+        calls = calls or ThreadEach()
+        self.transfers_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        """Readable when `collect_transfers` has something to do."""
+        self._peers = TransferPeers(
+            rank_transport(
+                spec.engine_config(), f"{spec.run_id}-{life}-rank{self._rank}", transformer.device
+            ),
+            calls,
+            self._wake,
         )
+        self.decodes = DecodeLinks(self._identity, spec.control_keys(), calls, self._wake)
         self._epoch: RankEpoch | None = None
-        self.writes_ended = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        """Readable when `collect_writes` has something to do."""
 
     def handle(self, message: msgspec.Struct) -> None:
         """Obey one message of the controller."""
@@ -104,9 +109,10 @@ class RankWorker:
         if self._epoch is not None:
             self._epoch.sender.on_decode(DECODE_TO_RANK.decode(data))
 
-    def collect_writes(self) -> None:
-        """Transfers have ended."""
-        os.eventfd_read(self.writes_ended)
+    def collect_transfers(self) -> None:
+        """Writes have ended, or decode workers were reached, found again or let go."""
+        os.eventfd_read(self.transfers_ended)
+        self.decodes.collect()
         if self._epoch is not None:
             self._epoch.sender.collect()
 
@@ -116,7 +122,8 @@ class RankWorker:
             return
         sender = self._epoch.sender
         sender.resend()
-        self._report_out_of_reach(sender)
+        for decode_epoch, failure in self.decodes.broken(sender.unreachable):
+            self._report(decode_epoch, failure)
         problems = broken([sender.check_invariants])
         self._to_controller(
             RankState(
@@ -131,6 +138,7 @@ class RankWorker:
         if self._epoch is not None:
             self._epoch.close()
             self._epoch = None
+            self._peers.settle(LEAVE_SECONDS)
         self._epoch = RankEpoch(
             message,
             self._spec,
@@ -138,10 +146,9 @@ class RankWorker:
             self._model,
             self._transformer,
             self._group,
-            self._transport,
-            to_decode=self._to_decode,
+            self._peers,
+            to_decode=self.decodes.post,
             to_controller=self._to_controller,
-            wake=lambda: os.eventfd_write(self.writes_ended, 1),
         )
         self._to_controller(
             Configured(rank=self._rank, epoch=message.epoch, pool_bytes=self._epoch.pool_bytes)
@@ -149,41 +156,32 @@ class RankWorker:
 
     def _connect(self, message: ConnectDecode) -> None:
         """A decode worker that cannot be reached is no fault of this rank: it is reported."""
-        failure, epoch = None, message.hello.epoch
-        sender = self._running().sender
+        running = self._running()
         try:
-            sender.connect(message.hello)
-            if epoch not in self.decodes:
-                self.decodes[epoch] = self._link(message.address)
-        except (TransferError, ProtocolError) as error:
-            failure = str(error)
-        self._to_controller(DecodeConnected(rank=self._rank, decode_epoch=epoch, failure=failure))
+            running.sender.connect(message.hello, partial(self._reached, running, message))
+        except ProtocolError as error:
+            self._report(message.hello.epoch, str(error))
 
-    def _link(self, address: str) -> zmq.Socket[bytes]:
-        if not is_off_host(address):
-            return dealer(self._identity, address)
-        link = dealer(self._identity, address, self._keys, contact_seconds=CONTACT_SECONDS)
-        self._off_host.add(link)
-        return link
+    def _reached(self, running: RankEpoch, message: ConnectDecode, failure: str | None) -> None:
+        if failure is None:
+            linked = partial(self._linked, running, message.hello.epoch)
+            self.decodes.open(message.hello.epoch, message.address, linked)
+        else:
+            self._report(message.hello.epoch, failure)
 
-    def _report_out_of_reach(self, sender: TransferSender) -> None:
-        """What breaks between two hosts is not mended: the controller is told, once."""
-        for epoch, link in self.decodes.items():
-            if link not in self._off_host:
-                continue
-            failure = "the link to it is lost" if is_lost(link) else sender.unreachable(epoch)
-            if failure is not None:
-                self._off_host.discard(link)
-                self._to_controller(
-                    DecodeConnected(rank=self._rank, decode_epoch=epoch, failure=failure)
-                )
+    def _linked(self, running: RankEpoch, decode_epoch: int, failure: str | None) -> None:
+        if running is self._epoch:  # else a later epoch asks for it anew
+            self._report(decode_epoch, failure)
+
+    def _report(self, decode_epoch: int, failure: str | None) -> None:
+        """Tell the controller that this rank can write to a decode worker, or why it cannot."""
+        self._to_controller(
+            DecodeConnected(rank=self._rank, decode_epoch=decode_epoch, failure=failure)
+        )
 
     def _disconnect(self, message: DisconnectDecode) -> None:
         self._running().sender.decode_dead(message.decode_epoch, message.reason)
-        link = self.decodes.pop(message.decode_epoch, None)
-        if link is not None:
-            self._off_host.discard(link)
-            link.close()
+        self.decodes.close(message.decode_epoch)
 
     def _running(self) -> RankEpoch:
         if self._epoch is None:
@@ -193,10 +191,8 @@ class RankWorker:
     def _to_controller(self, message: msgspec.Struct) -> None:
         self.controller.send(encode(message))
 
-    def _to_decode(self, message: RankToDecode) -> None:
-        link = self.decodes.get(message.peer_epoch)
-        if link is not None:  # else it is gone, and nobody waits for this
-            post(link, message)
+    def _wake(self) -> None:
+        os.eventfd_write(self.transfers_ended, 1)
 
 
 def make_group(spec: RunSpec, life: Life, rank: int, device: torch.device) -> CPGroup:
@@ -228,15 +224,15 @@ def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
     link.report("ready")
     next_look_seconds = time.monotonic() + RESEND_SECONDS
     while True:
-        decodes = list(worker.decodes.values())
+        decodes = worker.decodes.all()
         wait_seconds = max(0.0, next_look_seconds - time.monotonic())
-        waits = [worker.controller, worker.writes_ended, *decodes]
+        waits = [worker.controller, worker.transfers_ended, *decodes]
         ready, _, _ = zmq.select(waits, [], [], timeout=wait_seconds)
         if time.monotonic() >= next_look_seconds:
             worker.look_after_transfers()
             next_look_seconds = time.monotonic() + RESEND_SECONDS
-        if worker.writes_ended in ready:
-            worker.collect_writes()
+        if worker.transfers_ended in ready:
+            worker.collect_transfers()
         for decode in decodes:
             if decode not in ready:
                 continue

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.messages import BatchDone, DisconnectDecode, RankState, RoomToken
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.transfer_peers import TransferPeers
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.errors import ProtocolError, TransferError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
@@ -21,6 +22,7 @@ from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.testing.calls_at_once import CallsAtOnce
 from cp_shared_kv.transfer.codec import unpack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
@@ -83,16 +85,17 @@ class HostileRank:
         self.sender = TransferSender(
             CpSharedKVLayout(PAGE_SIZE, CP_SIZE, rank, physical_pages=physical_pages),
             KVPool(POOL, physical_pages, PrivateBuffer(POOL.pool_bytes(physical_pages))),
-            self,
+            TransferPeers(self, CallsAtOnce(), wake=lambda: None),
             rank=rank,
             epoch=epoch,
             sends_nothing=False,
             verify=verify,
             to_decode=lambda message: put("decode", message),
             to_controller=lambda message: put("controller", message),
-            wake=lambda: None,
         )
-        self.sender.connect(decode)
+        failures: list[str | None] = []
+        self.sender.connect(decode, failures.append)
+        assert failures == [None]
 
     # What it is told --------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from cp_shared_kv.memory.page_format import PAGE_KINDS
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
+from cp_shared_kv.testing.calls_at_once import CallsAtOnce
 from cp_shared_kv.testing.mutations import Mutator
 from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 from cp_shared_kv.transfer.codec import pack_int64, unpack_int64
@@ -81,6 +82,7 @@ class HostileWorker:
             model,
             Transformer.load(config.model_path, model.compute_dtype),
             SoloGroup(),
+            CallsAtOnce(),
         )
         self._configure = first_configuration(self._spec)
         self._connect = ConnectDecode(
@@ -107,7 +109,7 @@ class HostileWorker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for link in (self._worker.controller, *self._worker.decodes.values()):
+        for link in (self._worker.controller, *self._worker.decodes.all()):
             link.close()
         self._memory.unlink()
 

@@ -35,6 +35,10 @@ class MappedTransport(ABC, Generic[Local, Remote]):
     """A KVTransport between processes of one host, all but the copying.
 
     `Local` is how a registered buffer is held, `Remote` a peer's region that has been mapped.
+
+    One lock guards the books. `connect` and `revive` hold it while they map: that asks the kernel
+    or the driver, not the peer, so a write that comes meanwhile is not held up by a stopped peer.
+    `disconnect` and `close` release it while they wait for writes.
     """
 
     END_SECONDS: float | None = None

@@ -33,6 +33,9 @@ class MooncakeTransport:
     So a write to one that fails once begun is not quiescent, and never will be: `revive` stays
     False, and its pages are free when the peer's process is dead. Only then `disconnect` it.
 
+    Each peer has a lane of its own, so no call for one waits for another: all that is shared is a
+    lock on the books. A new engine is made under it, which holds up every Python thread anyway.
+
     Local memory is not served to anybody. `contact_seconds` bounds `connect`,
     `drain_seconds` bounds `disconnect` and `close`. StartupError without the wheel, whose
     settings are those of the whole process.

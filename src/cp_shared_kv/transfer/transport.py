@@ -63,6 +63,12 @@ class Runs:
 class KVTransport(Protocol):
     """The sending end: one-sided writes of KV bytes. Safe to call from several threads.
 
+    `connect`, `revive` and `disconnect` may wait for the peer, and never long for another one: a
+    caller that has other work makes them elsewhere, one at a time for each peer, and for several
+    peers at once. `write`, `register` and `unregister` wait for no peer; they may come meanwhile
+    from another thread, `write` to the very peer too. `close` comes when all other calls have
+    ended.
+
     Failures are TransferError, whose `kind` is one of: `closed`, `unknown_peer`, `unreachable`,
     `unknown_region`, `local_range`, `remote_range`, `in_use`, `conflict`; a transport may add
     its own. Its `quiescent` decides whether the pages of the write may be reused. False: they
@@ -83,12 +89,16 @@ class KVTransport(Protocol):
         ...
 
     def connect(self, peer: PeerInfo) -> None:
-        """Reach a peer's regions; after its handshake. Again with the same PeerInfo: no effect."""
+        """Reach a peer's regions; after its handshake. Again with the same PeerInfo: no effect.
+
+        May wait for the peer, for a bounded time. After a failure `disconnect` it.
+        """
         ...
 
     def disconnect(self, peer: str) -> None:
         """Forget a peer. On return no write to it can land any more. Unknown: no effect.
 
+        Waits for what is under way to it, for a bounded time.
         TransferError (`in_use`, not quiescent) if that cannot be had in bounded time: nothing
         more is submitted to the peer, and the call may be repeated.
         """
@@ -105,7 +115,8 @@ class KVTransport(Protocol):
     def revive(self, peer: str) -> bool:
         """Try a peer that was unreachable again, without waiting long: call it from time to time.
 
-        True: it can be written to now, and of all writes that have failed none can land any more.
+        True: it can be written to now, and of all writes that had failed before this call none can
+        land any more. Of one that fails during the call, True says nothing.
         """
         ...
 

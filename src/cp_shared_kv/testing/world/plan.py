@@ -66,6 +66,8 @@ class Odds:
     """Of the broken writes, those that may land after their failure was reported."""
     damaged: float
     """Of the others, those that change on their way; only where pages have checksums."""
+    slow_call: float
+    """Of the calls that may wait for another process, those that do."""
 
 
 @dataclass(frozen=True)
@@ -172,6 +174,7 @@ def _odds(rng: random.Random, kind: Kind, shape: Shape) -> Odds:
         broken=rng.choice([0.05, 0.2, 0.5]) if writes else 0.0,
         stray=rng.choice([0.0, 0.5, 1.0]) if writes else 0.0,
         damaged=rng.choice([0.1, 0.3]) if writes and shape.verify else 0.0,
+        slow_call=rng.choice([0.0, 0.1, 0.4]),
     )
 
 

@@ -212,6 +212,7 @@ class PrefillUnit:
         rooms = [f"room {r.room} is {r.stage.value}" for r in self.controller.requests()]
         for rank in self.ranks:
             rooms += [f"rank {rank.rank} has room {room} open" for room in rank.sender.open_rooms]
+            rooms += [f"to rank {rank.rank} {decode}" for decode in rank.peers.unsettled]
         lives = self.controller.paired_with
         rooms += [f"it is not paired with {life}" for life in self.world.decode_lives - lives]
         return rooms + self.controller.controller.problems()

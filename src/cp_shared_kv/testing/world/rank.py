@@ -18,9 +18,10 @@ from cp_shared_kv.engine.messages import (
     RankState,
     RoomToken,
 )
+from cp_shared_kv.engine.transfer_peers import TransferPeers
 from cp_shared_kv.engine.transfer_sender import TransferSender
 from cp_shared_kv.engine.worker import RESEND_SECONDS
-from cp_shared_kv.errors import ProtocolError, TransferError
+from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages, Positions
 from cp_shared_kv.testing.world.answers import first_token, page_numbers
@@ -30,6 +31,7 @@ from cp_shared_kv.testing.world.memory import NumberedPool
 from cp_shared_kv.testing.world.network import Channel
 from cp_shared_kv.testing.world.plan import PAGE_SIZE
 from cp_shared_kv.testing.world.process import Process
+from cp_shared_kv.testing.world.side_calls import VirtualThreads
 from cp_shared_kv.testing.world.transport import SimulatedTransport
 from cp_shared_kv.testing.world.writes import Write
 from cp_shared_kv.transfer.messages import AbortRoom, OpenRoom
@@ -63,17 +65,21 @@ class RankProcess(Holder):
         self.transport = SimulatedTransport(world, self)
         self._to_decodes: dict[int, Channel] = {}
         self._to_controller = Channel(world, self, controller, to_controller)
+        self.peers = TransferPeers(
+            self.transport,
+            VirtualThreads(world, self),
+            wake=lambda: self.take(self.sender.collect),
+        )
         self.sender = TransferSender(
             self.layout,
             self.memory.pool,
-            self.transport,
+            self.peers,
             rank=rank,
             epoch=epoch,
             sends_nothing=False,
             verify=shape.verify,
             to_decode=self._say,
             to_controller=self._to_controller.send,
-            wake=lambda: self.take(self.sender.collect),
         )
         self._look_after_transfers()
 
@@ -82,8 +88,11 @@ class RankProcess(Holder):
         message = TO_RANK.decode(data)
         match message:
             case ConnectDecode():
-                self._connect(message)
+                self.sender.connect(message.hello, partial(self._connected, message))
             case DisconnectDecode():
+                self.world.seen["worker lost while it was being connected"] += (
+                    message.decode_epoch not in self._to_decodes
+                )
                 self.sender.decode_dead(message.decode_epoch, message.reason)
                 self._to_decodes.pop(message.decode_epoch, None)
             case OpenRoom():
@@ -137,12 +146,8 @@ class RankProcess(Holder):
         """The sessions' books."""
         self.sender.check_invariants()
 
-    def _connect(self, message: ConnectDecode) -> None:
-        epoch, failure = message.hello.epoch, None
-        try:
-            self.sender.connect(message.hello)
-        except TransferError as error:
-            failure = str(error)
+    def _connected(self, message: ConnectDecode, failure: str | None) -> None:
+        epoch = message.hello.epoch
         decode = self.world.decode_of(Life.parse(message.hello.session_id))
         if failure is None and decode is not None:
             identity = self.life.rank_identity(self.rank)

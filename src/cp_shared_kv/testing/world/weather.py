@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from cp_shared_kv.testing.world.clock import Clock
-from cp_shared_kv.testing.world.plan import Plan
+from cp_shared_kv.testing.world.plan import START_SECONDS, Plan
+
+CALL_SECONDS, SLOW_CALL_SECONDS = 0.01, 2.0
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,15 @@ class Weather:
     def short_seconds(self, most_seconds: float) -> float:
         """Any time up to that."""
         return self._rng.random() * most_seconds
+
+    def call_seconds(self) -> float:
+        """How long one half of a call takes that may wait for another process.
+
+        Not before the first requests: the server takes none while a pair does not stand.
+        """
+        begun = self._clock.now_seconds >= START_SECONDS
+        slow = begun and not self.calm and self._rng.random() < self._odds.slow_call
+        return self.short_seconds(SLOW_CALL_SECONDS if slow else CALL_SECONDS)
 
     def fate(self) -> Fate:
         """Of a write that begins now."""
