@@ -18,6 +18,7 @@ from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.decode_room import DecodeRoom
 from cp_shared_kv.engine.prefill import PrefillController
+from cp_shared_kv.engine.presence import Presence
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.engine.router import Router
 from cp_shared_kv.engine.scheduler import PrefillScheduler
@@ -235,9 +236,11 @@ def prefill_does_not_hear_of_dead_workers(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(PrefillController, "decode_lost", lambda self, life, reason: None)
 
 
-@mutant("refused without cause")
+@mutant("does not come to rest: client")
 def the_router_sends_to_the_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Router, "lost", lambda self, life: None)
+    patch.setattr(Presence, "lost", lambda self, life: None)
+    patch.setattr(Presence, "answering", Presence.known)
 
 
 @mutant("and it holds something else")
