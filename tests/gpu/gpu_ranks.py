@@ -262,7 +262,7 @@ def select(
     places = torch.cat(token_locs)
     generator = torch.Generator().manual_seed(layer + 100 * context.rank)
     tokens, k = 5, 12
-    reader.begin(plan, tokens, k)
+    reader.begin(plan, tokens * k)
     if len(slots) == 0:
         return "selected", torch.empty(0), torch.empty(0)
     chosen = torch.randint(-2, len(slots), (tokens, k), generator=generator).to(device)

@@ -6,6 +6,7 @@ import random
 import time
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import numpy as np
@@ -19,17 +20,21 @@ from cp_shared_kv.memory.formats.plain import PlainIndexFormat
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
-from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV
+from cp_shared_kv.reads import index_pieces
+from cp_shared_kv.reads.forward_kv import BatchSpan, ForwardKV, LocalSpan, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.testing.bitwise import assert_bitwise_equal, first_difference
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF  # as fp32 a NaN, as an index far outside
 NUM_LAYERS, INDEX_LAYERS = 3, (0, 2)
+BLOCK_PIECE = 8
+"""Where prefixes are cut in these tests, whose prefixes are short."""
 NARROW, WIDE = (6, 2, 3), (256, 4, 128)
 """Latent, rope and index widths: a few bytes a row, or such as every format takes."""
 
@@ -73,11 +78,14 @@ class Mode:
     layout: CpSharedKVLayout
     reader: PrefixReader
     scratch: PoisonedScratch
+    sparse: SparseReads | None = None
 
-    def source(self, kind: PageKind, layer: int) -> torch.Tensor:
-        """The pages in which the slots of the layer stored last are looked up."""
+    def source(self, kind: PageKind, layer: int) -> torch.Tensor | None:
+        """The pages in which the slots of the layer stored last are looked up, if there are any."""
         if self.layout.cp_size == 1:
             return self.pool.pages(kind, layer)
+        if self.sparse is not None:
+            return None
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
 
 
@@ -144,7 +152,13 @@ def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
         )
         pools = shared_pools(group, spec, shape.physical_pages, shape.name)
         scratch = PoisonedScratch(1 << 24)
-        modes["pull"] = Mode(pools[group.cp_rank], layout, PullReader(group, pools), scratch)
+        own = pools[group.cp_rank]
+        modes["pull"] = Mode(own, layout, PullReader(group, pools), scratch)
+        # All modes write the same bytes, so those of one pool can be read in several ways.
+        for name, most_tokens in (("sparse", None), ("blocks", BLOCK_PIECE + 2 * shape.page_size)):
+            scratch = PoisonedScratch(1 << 24)
+            rows = SparseReads(PullRowsReader(pools, scratch), most_tokens)
+            modes[name] = Mode(own, layout, PullReader(group, pools), scratch, rows)
         pool, scratch = private_pool(spec, shape.physical_pages), PoisonedScratch(1 << 24)
         modes["full_view"] = Mode(pool, layout, FullViewReader(group, pool, scratch), scratch)
     return modes
@@ -261,6 +275,11 @@ def check_wrong_byte(
     return "nothing noticed"
 
 
+def seen_by(kv: ForwardKV, span: LocalSpan) -> int:
+    """How many positions of a request its last token on this rank sees."""
+    return int(kv.positions[span.stop - 1]) + 1 if span.stop > span.start else 0
+
+
 class Run:
     """The same batches in every mode, each read compared with the truth."""
 
@@ -295,37 +314,45 @@ class Run:
                 self.dawdle()
                 kv.store(layer, latent, k_pe, mine.get("index"))
                 self.dawdle()
+                keys = self.keys(kv, layer) if "index" in computed else {}
                 for number, (span, its_locs) in enumerate(zip(kv.requests, locs, strict=True)):
                     for kind in computed:
                         where = f"{name}: {kind} of layer {layer}, request {number}"
                         expected = self.truth.rows[kind, layer][its_locs]
+                        wanted = self.truth.decode(kind, expected)
+                        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
                         pages = self.modes[name].source(kind, layer)
-                        held = self.truth.spec.format(kind).gather_rows(pages, span.slots)
-                        read = self.read(kv, kind, layer, span.slots)
-                        for got, wanted in (
-                            (held, expected),
-                            (read, self.truth.decode(kind, expected)),
-                        ):
+                        if pages is not None:
+                            held = self.truth.spec.format(kind).gather_rows(pages, span.slots)
+                            pairs.append((held, expected))
+                        if kind == "index":
+                            seen = seen_by(kv, span)
+                            pairs.append((keys[number], wanted[:seen]))
+                        else:
+                            pairs.append((self.bring(kv, layer, span.slots), wanted))
+                        for got, right in pairs:
                             if difference := first_difference(
-                                got.view(torch.uint8), wanted.view(torch.uint8)
+                                got.view(torch.uint8), right.view(torch.uint8)
                             ):
                                 mismatches.append(f"{where}: {difference}")
-                        self.rows_checked += len(read)
+                            self.rows_checked += len(got)
         any_kv = next(iter(kvs.values()))
         self.tokens_computed += len(any_kv.token_indices)
         self.check_local_tokens(any_kv, spans)
         assert not mismatches, "; ".join(mismatches)
 
     def build(self, mode: Mode, spans: list[BatchSpan]) -> ForwardKV:
-        return ForwardKV.build(
-            mode.pool,
-            mode.layout,
-            self.group,
-            mode.reader,
-            spans,
-            self.shape.split,
-            scratch=mode.scratch,
-        )
+        with patch.object(index_pieces, "PIECE_TOKENS", BLOCK_PIECE):
+            return ForwardKV.build(
+                mode.pool,
+                mode.layout,
+                self.group,
+                mode.reader,
+                spans,
+                self.shape.split,
+                scratch=mode.scratch,
+                sparse=mode.sparse,
+            )
 
     def dawdle(self) -> None:
         if self.sleep_seconds and self.random.random() < 0.15:
@@ -342,10 +369,29 @@ class Run:
             np.int64,
         )
 
-    def read(self, kv: ForwardKV, kind: PageKind, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        if kind == "index":
-            return kv.index_keys(layer, slots)
-        return torch.cat(kv.latent(layer, slots), dim=1)
+    def keys(self, kv: ForwardKV, layer: int) -> dict[int, torch.Tensor]:
+        """The index keys of each request, its pieces put together."""
+        width = self.shape.widths[2]
+        keys = {number: torch.empty(0, width) for number in range(len(kv.requests))}
+        for piece in kv.index_pieces(layer):
+            assert piece.start == len(keys[piece.request])
+            assert piece.start % BLOCK_PIECE == 0
+            keys[piece.request] = torch.cat([keys[piece.request], piece.keys])
+        return keys
+
+    def bring(self, kv: ForwardKV, layer: int, slots: torch.Tensor) -> torch.Tensor:
+        """The latent KV of all slots, as if tokens had selected them: one, none and one again."""
+        selected = torch.stack([slots, torch.full_like(slots, -1), slots.flip(0)], dim=1)
+        read = [torch.empty(0, sum(self.shape.widths[:2]))]
+        for part, places in kv.bring(layer, selected):
+            assert (places[:, 1] == -1).all()
+            rows = torch.cat(kv.latent(layer, places[:, [0, 2]]), dim=2)
+            read.append(rows[:, 0])
+            for number, last in zip(range(part.start, part.stop), rows[:, 1], strict=True):
+                twin = len(slots) - 1 - number - part.start
+                if 0 <= twin < len(rows):
+                    assert torch.equal(*(r.view(torch.int32) for r in (last, rows[twin, 0])))
+        return torch.cat(read)
 
     def check_local_tokens(self, kv: ForwardKV, spans: list[BatchSpan]) -> None:
         """Which request and position each of this rank's tokens has."""

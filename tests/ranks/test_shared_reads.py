@@ -185,7 +185,7 @@ def test_pages_of_one_owner_alone_are_read_in_several_rounds(
 
 
 @pytest.mark.parametrize("kind", ["latent", "index"])
-@pytest.mark.parametrize("mode", ["pull", "full_view", "replicated"])
+@pytest.mark.parametrize("mode", ["pull", "sparse", "blocks", "full_view", "replicated"])
 def test_one_wrong_byte_in_a_page_is_seen(
     rank_pool: RankPool, make_shape: MakeShape, mode: str, kind: str
 ) -> None:
@@ -201,6 +201,6 @@ def test_one_wrong_byte_in_a_page_is_seen(
     )
     # The page holds tokens 4 to 7 of the request; byte 5 of it is in its first token.
     for notice in notices:
-        assert notice.startswith(f"{mode}: {kind} of layer 0, request 0: ")
-        assert "first difference at index (4, 5): 0x" in notice
+        where = f"{mode}: {kind} of layer 0, request 0: first difference at index (4, 5): 0x"
+        assert where in notice
         assert "(1 elements differ)" in notice

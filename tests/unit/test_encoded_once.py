@@ -91,7 +91,7 @@ def test_wire_pool_and_staging_hold_the_bytes_of_one_encoding(
         monkeypatch.setattr(kind, "encode", noting(encoded, kind.encode))
     kv.store(0, *mine)
     kv.latent(0, kv.requests[0].slots)
-    kv.index_keys(0, kv.requests[0].slots)
+    assert len(list(kv.index_pieces(0))) == 1
     assert encoded == [spec.latent.fingerprint, spec.index.fingerprint]
 
     assert group.wire == [torch.cat((latent_rows, index_rows), dim=1).numpy().tobytes()]

@@ -73,7 +73,9 @@ def test_one_rank_needs_no_scratch_and_reads_slots_of_any_shape_in_its_dtype() -
     assert read_latent.dtype == read_k_pe.dtype == kv.dtype == torch.bfloat16
     assert torch.equal(read_latent, latent[order].bfloat16())
     assert torch.equal(read_k_pe, k_pe[order].bfloat16())
-    assert torch.equal(kv.index_keys(0, slots), index_k[order].bfloat16())
+    (keys,) = kv.index_pieces(0)
+    assert (keys.request, keys.start) == (0, 0)
+    assert torch.equal(keys.keys, index_k.bfloat16())
 
 
 def test_next_batch_reads_what_the_last_one_stored() -> None:
@@ -90,15 +92,15 @@ def test_next_batch_reads_what_the_last_one_stored() -> None:
 def test_only_the_layer_stored_last_can_be_read() -> None:
     kv = solo(make_pool(), [BatchSpan(PAGES, 0, 2)])
     slots = kv.requests[0].slots
-    with pytest.raises(InvariantError, match="latent KV read of layer 0; allowed: nothing"):
+    with pytest.raises(InvariantError, match="latent KV read of layer 0; allowed: nothing yet"):
         kv.latent(0, slots)
     kv.store(0, torch.zeros(2, 4), torch.zeros(2, 2), torch.zeros(2, 3))
     kv.latent(0, slots)
     kv.store(1, torch.zeros(2, 4), torch.zeros(2, 2), None)
-    with pytest.raises(InvariantError, match="latent KV read of layer 0; allowed: latent of layer"):
+    with pytest.raises(InvariantError, match="latent KV read of layer 0; allowed: that of layer 1"):
         kv.latent(0, slots)
     with pytest.raises(InvariantError, match="index KV read of layer 1"):
-        kv.index_keys(1, slots)
+        kv.index_pieces(1)
 
 
 def test_index_keys_come_with_the_layers_that_have_an_indexer_and_no_others() -> None:

@@ -23,7 +23,8 @@ def test_blocks_cover_each_requests_rows_in_order() -> None:
         Rows(300, 300, torch.arange(77)),
         Rows(300, 305, torch.arange(2000, 2005)),
     ]
-    first, second = query_blocks(requests, positions)
+    first, none, second = query_blocks(requests, positions)
+    assert (len(none.slots), none.blocks) == (0, ())
     assert [(b.start, b.stop, b.most_visible) for b in first.blocks] == [
         (0, 128, 1128),
         (128, 256, 1256),
@@ -48,4 +49,5 @@ def test_a_long_context_takes_fewer_rows_a_block() -> None:
 
 
 def test_no_rows_no_blocks() -> None:
-    assert query_blocks([Rows(0, 0, torch.arange(9))], torch.empty(0, dtype=torch.int64)) == ()
+    (only,) = query_blocks([Rows(0, 0, torch.arange(9))], torch.empty(0, dtype=torch.int64))
+    assert only.blocks == ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,8 +28,18 @@ class Rows:
     slots: torch.Tensor
 
 
+@dataclass(frozen=True)
+class Keys:
+    request: int
+    start: int
+    keys: torch.Tensor
+
+
 class TensorKV:
     """A KVAccess of one tensor a layer and kind; never-written slots hold NaN."""
+
+    piece_tokens = 1 << 20
+    rows_at_once = 1 << 20
 
     def __init__(self, config: ModelConfig, size: int) -> None:
         layers = config.num_hidden_layers
@@ -59,11 +70,22 @@ class TensorKV:
         if index_k is not None:
             self._index_k[layer, self._new_slots] = index_k.float()
 
-    def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._latent[layer, slots], self._k_pe[layer, slots]
+    def latent(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._latent[layer, places], self._k_pe[layer, places]
 
-    def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        return self._index_k[layer, slots]
+    def index_pieces(self, layer: int) -> Iterator[Keys]:
+        for number, request in enumerate(self.requests):
+            for start in range(0, len(request.slots), self.piece_tokens):
+                slots = request.slots[start : start + self.piece_tokens]
+                yield Keys(number, start, self._index_k[layer, slots])
+
+    def bring(self, layer: int, selected: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        for start in range(0, len(selected), self.rows_at_once):
+            part = slice(start, start + self.rows_at_once)
+            yield part, selected[part]
+
+    def latent_rows(self, layer: int) -> None:
+        return None
 
 
 @pytest.fixture(scope="module")
@@ -218,10 +240,10 @@ def test_a_shared_layer_attends_to_what_the_last_full_layer_selected(sharing: Pa
     attended: list[torch.Tensor] = []
 
     class WatchedKV(TensorKV):
-        def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        def latent(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             assert layer == len(attended)
-            attended.append(slots)
-            return super().latent(layer, slots)
+            attended.append(places)
+            return super().latent(layer, places)
 
     transformer = Transformer.load(sharing)
     kv = WatchedKV(transformer.config, 90)
@@ -245,6 +267,15 @@ def test_a_model_that_shares_selections_computes_in_chunks_as_in_one(sharing: Pa
         for stop, size in ((50, 50), (89, 39), (90, 1))
     ]
     assert error(torch.cat(parts), alone(transformer, token_ids)) < TOLERANCE
+
+
+def test_rows_that_are_brought_some_at_a_time_give_the_same_bits(sharing: Path) -> None:
+    transformer, token_ids = Transformer.load(sharing), tokens(90)
+    whole = alone(transformer, token_ids)
+    kv = TensorKV(transformer.config, 90)
+    kv.rows_at_once = 7
+    got = transformer.logits(transformer.forward(token_ids, kv.begin([(torch.arange(90), 90)]), kv))
+    assert torch.equal(got, whole)
 
 
 def test_a_rank_without_tokens_shares_selections_too(sharing: Path) -> None:

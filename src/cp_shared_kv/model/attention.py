@@ -53,7 +53,11 @@ class SparseAttention:
             selected = self._indexer.select(x, q_residual, rotation, requests, layer, kv)
         assert selected is not None, "the config lets no first layer be without an indexer"
         q_latent, q_pe = self._queries(q_residual, rotation)
-        attended = self._attend(q_latent, q_pe, selected, layer, kv)
+        parts = [
+            self._attend(q_latent[part], q_pe[part], places, layer, kv)
+            for part, places in kv.bring(layer, selected)
+        ]
+        attended = parts[0] if len(parts) == 1 else torch.cat([q_latent[:0], *parts])
         values = torch.bmm(attended.transpose(0, 1), weights.value_up.transpose(1, 2))
         return functional.linear(values.transpose(0, 1).flatten(1), weights.o_proj), selected
 
@@ -75,25 +79,25 @@ class SparseAttention:
         self,
         q_latent: torch.Tensor,
         q_pe: torch.Tensor,
-        selected: torch.Tensor,
+        places: torch.Tensor,
         layer: int,
         kv: KVAccess,
     ) -> torch.Tensor:
         config = self._config
         if self._ops.attend_rows is not None and (rows := kv.latent_rows(layer)) is not None:
-            attended = self._ops.attend_rows(q_latent, q_pe, rows, selected, config.softmax_scale)
+            attended = self._ops.attend_rows(q_latent, q_pe, rows, places, config.softmax_scale)
             if attended is not None:
                 return attended
         attended = torch.empty_like(q_latent)
         width = config.kv_lora_rank + config.qk_rope_head_dim
         most = block_sizes(q_latent.device).most_gathered
-        step = max(1, most // max(1, selected.shape[1] * width))
-        for start in range(0, len(selected), step):
+        step = max(1, most // max(1, places.shape[1] * width))
+        for start in range(0, len(places), step):
             rows = slice(start, start + step)
-            valid = selected[rows] >= 0
-            # Padding reads the row's first slot again: one that is written, then left out.
-            slots = torch.where(valid, selected[rows], selected[rows, :1])
-            latent, k_pe = kv.latent(layer, slots)
+            valid = places[rows] >= 0
+            # Padding reads the token's first place again: one that is written, then left out.
+            readable = torch.where(valid, places[rows], places[rows, :1])
+            latent, k_pe = kv.latent(layer, readable)
             attended[rows] = self._ops.sparse_attention(
                 q_latent[rows],
                 q_pe[rows],

@@ -12,6 +12,7 @@ from cp_shared_kv.model.kv_access import KVAccess
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.query_blocks import RequestBlocks
 from cp_shared_kv.model.rope import Rotation
+from cp_shared_kv.model.running_topk import RunningTopK
 from cp_shared_kv.model.weights import IndexerWeights
 
 _KEY_NORM_EPS = 1e-6  # of the LayerNorm; config.json does not have it
@@ -60,17 +61,27 @@ class Indexer:
         head_weights = functional.linear(x.float(), weights.head_proj) * self._head_scale
         most_visible = max((len(request.slots) for request in requests), default=0)
         width = min(config.index_topk, most_visible)
+        best = [
+            [RunningTopK(self._ops, block.visible, config.index_topk) for block in request.blocks]
+            for request in requests
+        ]
+        for piece in kv.index_pieces(layer):
+            blocks = requests[piece.request].blocks
+            for block, its_best in zip(blocks, best[piece.request], strict=True):
+                keys = piece.keys[: max(0, block.most_visible - piece.start)]
+                if len(keys):
+                    rows = slice(block.start, block.stop)
+                    scores = self._ops.index_scores(q[rows], head_weights[rows], keys)
+                    last = piece.start + len(keys) == block.most_visible
+                    its_best.add(piece.start, scores, last=last)
         selected = torch.full((len(x), width), -1, dtype=torch.int64, device=x.device)
-        for request in requests:
-            keys = kv.index_keys(layer, request.slots)
-            for block in request.blocks:
-                rows = slice(block.start, block.stop)
-                scores = self._ops.index_scores(
-                    q[rows], head_weights[rows], keys[: block.most_visible]
-                )
-                chosen = self._ops.select_topk(scores, block.visible, config.index_topk)
+        for request, its_bests in zip(requests, best, strict=True):
+            for block, its_best in zip(request.blocks, its_bests, strict=True):
+                chosen = its_best.positions
                 slots = request.slots[chosen.clamp(min=0)]
-                selected[rows, : chosen.shape[1]] = torch.where(chosen < 0, -1, slots)
+                selected[block.start : block.stop, : chosen.shape[1]] = torch.where(
+                    chosen < 0, -1, slots
+                )
         return selected
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -26,6 +26,25 @@ class RequestRows(Protocol):
     def slots(self) -> torch.Tensor: ...
 
 
+class IndexKeys(Protocol):
+    """The index keys of consecutive positions of one request."""
+
+    @property
+    def request(self) -> int:
+        """Its place among the requests of the batch."""
+        ...
+
+    @property
+    def start(self) -> int:
+        """The position of the first."""
+        ...
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[n, dI]."""
+        ...
+
+
 class KVAccess(Protocol):
     """The KV of one batch on one rank, for the length of one forward."""
 
@@ -43,21 +62,33 @@ class KVAccess(Protocol):
     ) -> None:
         """Hand over this rank's new rows of a layer: [t, r], [t, dr], [t, dI].
 
-        `index_k` is None for a layer that has no indexer; its `index_keys` are never asked for.
+        `index_k` is None for a layer that has no indexer; its `index_pieces` are never asked for.
         Collective: every rank calls it for every layer, in order, with t = 0 too. After it the
-        slots of the whole chunk can be read.
+        whole chunk can be read.
         """
         ...
 
-    def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The stored (latent [*, r], k_pe [*, dr]) at slots i64[*], of any shape."""
+    def index_pieces(self, layer: int) -> Iterator[IndexKeys]:
+        """The stored index keys of all positions that rows here see, each once.
+
+        A request's come by ascending position, in pieces that end at multiples of what the tiles
+        of `index_scores` divide. Collective: every rank goes through all of them.
+        """
+        ...
+
+    def bring(self, layer: int, selected: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Make readable what rows attend to: selected i64[t, k] of slots, below 0 for none.
+
+        Gives some of the rows after the other, and the places i64[n, k] of their slots, below 0
+        for none; a part can be read until the next one is given.
+        """
+        ...
+
+    def latent(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stored (latent [*, r], k_pe [*, dr]) at places i64[*], of any shape."""
         ...
 
     def latent_rows(self, layer: int) -> torch.Tensor | None:
-        """What slots are indices of: rows [*, r + dr] in the compute dtype, latent and k_pe side
+        """What places are indices of: rows [*, r + dr] in the compute dtype, latent and k_pe side
         by side. None where they are not stored so."""
-        ...
-
-    def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """The stored index keys [*, dI] at slots i64[*]."""
         ...

@@ -58,15 +58,16 @@ class RequestBlocks:
 def query_blocks(
     requests: Sequence[RequestRows], positions: torch.Tensor
 ) -> tuple[RequestBlocks, ...]:
-    """Cut a batch of i64[t] positions, in host memory; requests without a row here are left out.
+    """Cut a batch of i64[t] positions, in host memory; a request without a row has no blocks.
 
     Made once a forward, so that a layer needs no figure back from the device, which is that of
     the requests' slots.
     """
     return tuple(
         _cut(request, positions[request.start : request.stop] + 1)
-        for request in requests
         if request.stop > request.start
+        else RequestBlocks(request.slots[:0], ())
+        for request in requests
     )
 
 

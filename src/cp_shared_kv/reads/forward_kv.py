@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -14,11 +14,14 @@ from cp_shared_kv.errors import ConfigError, InvariantError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode, split_tokens
 from cp_shared_kv.memory.formats.plain import PlainLatentFormat
-from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
+from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.memory.pool import KVPool, WritePlan
 from cp_shared_kv.memory.row_encoder import RowEncoder
 from cp_shared_kv.reads.chunk_exchange import ChunkExchange
 from cp_shared_kv.reads.group import CPGroup
+from cp_shared_kv.reads.index_pieces import IndexPlan
+from cp_shared_kv.reads.index_source import IndexKeys, IndexSource
+from cp_shared_kv.reads.latent_source import LatentSource, RowReader, SelectedRows, WholePrefix
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.prefix_reader import PrefixReader
 from cp_shared_kv.reads.scratch import Scratch
@@ -45,6 +48,15 @@ class LocalTokens:
     """i64[t], in host memory: their positions in their requests."""
     requests: list[LocalSpan]
 
+    @property
+    def seen(self) -> list[int]:
+        """For each request how many of its positions the last of its tokens here sees, itself
+        among them; 0 where it has none here."""
+        return [
+            int(self.positions[span.stop - 1]) + 1 if span.stop > span.start else 0
+            for span in self.requests
+        ]
+
     @classmethod
     def of(
         cls,
@@ -65,22 +77,31 @@ class LocalTokens:
         return cls(torch.from_numpy(share), torch.from_numpy(positions), spans)
 
 
+@dataclass(frozen=True)
+class SparseReads:
+    """To read index K in blocks, and of latent KV the selected rows alone."""
+
+    rows: RowReader
+    most_tokens: int | None = None
+    """Prefix tokens of one layer that scratch holds at once; None for any number."""
+
+
 class ForwardKV:
     """The KV side of one forward pass: one batch, on one rank.
 
-    For each layer in turn, every rank of the group calls `store` once, also a rank without
-    tokens; then it may read that layer at the slots of `requests`. Where the bytes come from
-    (own pool, peers' pools, a collective) is decided when it is built and shows nowhere else.
+    For each layer in turn, every rank of the group calls `store` once, and goes through
+    `index_pieces` if the layer has an index, also a rank without tokens; then it may `bring` the
+    slots that its tokens have selected, and read them. Where the bytes come from (own pool, peers'
+    pools, a collective) is decided when it is built and shows nowhere else.
     """
 
     def __init__(
         self,
         pool: KVPool,
-        plan: ReadPlan,
         exchange: ChunkExchange,
-        reader: PrefixReader,
         writes: WritePlan,
-        scratch_pages: dict[PageKind, torch.Tensor],
+        index: IndexSource,
+        latent: LatentSource,
         tokens: LocalTokens,
         dtype: torch.dtype,
     ) -> None:
@@ -92,12 +113,11 @@ class ForwardKV:
         self._pool = pool
         device = pool.buffer.tensor.device
         self._encoder = RowEncoder(pool.spec, len(tokens.indices), device)
-        self._plan = plan
         self._exchange = exchange
-        self._reader = reader
         self._writes = writes
-        self._scratch_pages = scratch_pages
-        self._sources: dict[PageKind, torch.Tensor] = {}
+        self._index = index
+        self._latent = latent
+        self._seen = tokens.seen
         self._layer = -1
 
     @classmethod
@@ -111,35 +131,42 @@ class ForwardKV:
         split: SplitMode,
         *,
         scratch: Scratch,
+        sparse: SparseReads | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Plan a batch and take its scratch. Collective: all ranks, with the same requests.
 
         A layout of cp_size 1 in a larger group is the replicated pool: every rank stores all
-        pages and only the computing is split. `dtype` is what reads are decoded to. Raises, on
-        every rank alike, LayoutError for a batch that contradicts itself and CapacityError past
-        the scratch limit. What was built before on the same scratch is no longer usable.
+        pages and only the computing is split. `dtype` is what reads are decoded to. `reader` brings
+        whole pages: of both kinds, or with `sparse` of index K alone. Raises, on every rank alike,
+        LayoutError for a batch that contradicts itself and CapacityError past the scratch limit.
+        What was built before on the same scratch is no longer usable.
         """
         _check(pool, layout, group)
         spec, device = pool.spec, pool.buffer.tensor.device
-        plan = ReadPlan.build(layout, requests).to(device)
+        host_plan = ReadPlan.build(layout, requests)
+        most_tokens = None if sparse is None else sparse.most_tokens
+        most_pages = None if most_tokens is None else most_tokens // layout.page_size
+        index_plan = IndexPlan.build(layout, requests, host_plan, most_pages).to(device)
+        plan = host_plan.to(device)
         shares = split_tokens(split, [r.new_len for r in requests], group.cp_size)
         row_bytes = spec.latent.row_bytes + (spec.index.row_bytes if spec.index_layers else 0)
         exchange = ChunkExchange(group, shares, row_bytes, scratch)
-        scratch_pages: dict[PageKind, torch.Tensor] = {}
-        for kind in PAGE_KINDS:
-            pages = plan.scratch_pages if spec.layers(kind) else 0
-            page_bytes = spec.page_bytes(kind)
-            taken = scratch.take(f"{kind} pages", pages * page_bytes)
-            scratch_pages[kind] = taken.view(-1, page_bytes)
+        if sparse is None or plan.in_place:
+            latent: LatentSource = WholePrefix(pool, plan, reader, scratch)
+        else:
+            rows = (
+                len(plan.logical_pages) * layout.page_size if most_tokens is None else most_tokens
+            )
+            latent = SelectedRows(plan, sparse.rows, layout.page_size, rows)
+        index = IndexSource(pool, plan, index_plan, reader, scratch, dtype)
         reader.begin(plan)
         return cls(
             pool,
-            plan,
             exchange,
-            reader,
             WritePlan.build(layout, plan.new_locs).to(device),
-            scratch_pages,
+            index,
+            latent,
             LocalTokens.of(shares[group.cp_rank], requests, plan),
             dtype,
         )
@@ -164,54 +191,55 @@ class ForwardKV:
                 value="none" if index_k is None else "given",
                 allowed=f"given for the layers {spec.index_layers}, none for the others",
             )
-        rows = {"latent": self._encoder.latent(latent, k_pe)}
+        rows = [self._encoder.latent(latent, k_pe)]
         if index_k is not None:
-            rows["index"] = self._encoder.index(index_k)
+            rows.append(self._encoder.index(index_k))
         self._layer = layer
-        self._sources.clear()
-        chunk = self._exchange.all_gather(list(rows.values()))
-        for kind, chunk_rows in zip(PAGE_KINDS, chunk, strict=False):
-            self._pool.write(kind, layer, chunk_rows, self._writes)
-            self._sources[kind] = self._readable(kind, layer, chunk_rows)
+        chunk = self._exchange.all_gather(rows)
+        self._pool.write("latent", layer, chunk[0], self._writes)
+        self._latent.store(layer, chunk[0])
+        if index_k is not None:
+            self._pool.write("index", layer, chunk[1], self._writes)
+            self._index.store(layer, chunk[1])
 
-    def latent(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """slots i64[*] -> latent [*, kv_lora_rank] and k_pe [*, qk_rope_head_dim]."""
-        spec = self._pool.spec
-        rows = spec.latent.gather_rows(self._source("latent", layer), slots.reshape(-1))
-        latent, k_pe = spec.latent.decode(rows, self.dtype)
-        return latent.unflatten(0, slots.shape), k_pe.unflatten(0, slots.shape)
+    def index_pieces(self, layer: int) -> Iterator[IndexKeys]:
+        """The index keys that this rank's tokens see, request by request. Collective: every rank
+        goes through all of them. The last key of a request is that of its last token here."""
+        self._check_stored("index", layer, layer in self._pool.spec.index_layers)
+        return self._index.pieces(layer, self._seen)
+
+    def bring(self, layer: int, selected: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Make readable what this rank's tokens attend to, some tokens after the other.
+
+        selected i64[t, k]: slots of `requests`, below 0 for none. Gives parts of the t tokens and
+        the places i64[n, k] of their slots, -1 for none. A part is readable until the next.
+        """
+        self._check_stored("latent", layer)
+        return self._latent.bring(layer, selected)
+
+    def latent(self, layer: int, places: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """places i64[*] -> latent [*, kv_lora_rank] and k_pe [*, qk_rope_head_dim]."""
+        self._check_stored("latent", layer)
+        rows = self._latent.gather(layer, places.reshape(-1))
+        latent, k_pe = self._pool.spec.latent.decode(rows, self.dtype)
+        return latent.unflatten(0, places.shape), k_pe.unflatten(0, places.shape)
 
     def latent_rows(self, layer: int) -> torch.Tensor | None:
-        """Rows [*, kv_lora_rank + qk_rope_head_dim] as slots index them, where the format stores
+        """Rows [*, kv_lora_rank + qk_rope_head_dim] as places index them, where the format stores
         what is computed in; else None."""
+        self._check_stored("latent", layer)
         latent = self._pool.spec.latent
         if not isinstance(latent, PlainLatentFormat) or latent.stored != self.dtype:
             return None
-        return self._source("latent", layer).view(-1, latent.row_bytes).view(self.dtype)
+        return self._latent.rows(layer).view(self.dtype)
 
-    def index_keys(self, layer: int, slots: torch.Tensor) -> torch.Tensor:
-        """slots i64[*] -> index K [*, index_head_dim]."""
-        spec = self._pool.spec
-        rows = spec.index.gather_rows(self._source("index", layer), slots.reshape(-1))
-        return spec.index.decode(rows, self.dtype).unflatten(0, slots.shape)
-
-    def _readable(self, kind: PageKind, layer: int, chunk_rows: torch.Tensor) -> torch.Tensor:
-        """The pages that slots address for this layer: the pool's own, or scratch filled now."""
-        if self._plan.in_place:
-            return self._pool.pages(kind, layer)
-        scratch = self._scratch_pages[kind]
-        self._reader.read(kind, layer, self._plan, scratch)
-        self._pool.spec.format(kind).scatter_rows(scratch, self._plan.chunk_slots, chunk_rows)
-        return scratch
-
-    def _source(self, kind: PageKind, layer: int) -> torch.Tensor:
-        if layer != self._layer or kind not in self._sources:
+    def _check_stored(self, kind: PageKind, layer: int, has_it: bool = True) -> None:
+        if layer != self._layer or not has_it:
             raise InvariantError(
                 f"{kind} KV read of layer {layer}",
-                allowed=f"{', '.join(self._sources) or 'nothing'} of layer {self._layer}",
+                allowed=f"that of layer {self._layer}" if self._layer >= 0 else "nothing yet",
                 change="store a layer before reading it, and read index K where there is an index",
             )
-        return self._sources[kind]
 
 
 def _check(pool: KVPool, layout: CpSharedKVLayout, group: CPGroup) -> None:

@@ -8,7 +8,7 @@ from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.gather_rounds import PAGES_PER_ROUND
 from cp_shared_kv.reads.group import CPGroup
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 from cp_shared_kv.reads.scratch import Scratch
 
 
@@ -33,12 +33,12 @@ class FullViewReader:
         page_bytes = max(self._pool.spec.page_bytes(kind) for kind in PAGE_KINDS)
         self._buffer = self._scratch.take("full view", pages * page_bytes)
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         page_bytes = scratch.shape[1]
         pool_pages = self._pool.pages(kind, layer)
-        owned = plan.physical_pages[plan.owner_range(self._group.cp_rank)]
-        for first in range(0, plan.busiest_owner_pages, PAGES_PER_ROUND):
-            count = min(PAGES_PER_ROUND, plan.busiest_owner_pages - first)
+        owned = pages.physical_pages[pages.owner_range(self._group.cp_rank)]
+        for first in range(0, pages.busiest_owner_pages, PAGES_PER_ROUND):
+            count = min(PAGES_PER_ROUND, pages.busiest_owner_pages - first)
             round_bytes = count * page_bytes
             packed = self._buffer[:round_bytes]
             gathered = self._buffer[round_bytes : round_bytes * (self._group.cp_size + 1)]
@@ -47,8 +47,8 @@ class FullViewReader:
             self._group.all_gather_bytes(packed, gathered.view(-1, round_bytes))
             received = gathered.view(-1, count, page_bytes)
             for owner in range(self._group.cp_size):
-                pages = plan.owner_range(owner)
-                kept = scratch[pages][first : first + count]
+                places = pages.owner_range(owner)
+                kept = scratch[places][first : first + count]
                 kept.copy_(received[owner, : len(kept)])
-        self.pages_read += len(plan.logical_pages)
-        self.bytes_read += len(plan.logical_pages) * page_bytes
+        self.pages_read += len(pages.logical_pages)
+        self.bytes_read += len(pages.logical_pages) * page_bytes

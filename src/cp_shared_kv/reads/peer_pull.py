@@ -9,7 +9,7 @@ from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
 from cp_shared_kv.reads.page_sources import PageSources
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 
 
 class PeerPullReader:
@@ -23,6 +23,7 @@ class PeerPullReader:
         self._rank = cp_rank
         self._pool = pool
         self._buffer = symmetric_buffer(pool)
+        self._plan: ReadPlan | None = None
         self._sources: dict[PageKind, PageSources] = {}
         self.pages_read = 0
         self.bytes_read = 0
@@ -33,6 +34,7 @@ class PeerPullReader:
         Pages of a prefix do not change during a forward, so its reads need no more than this.
         """
         self._buffer.barrier()
+        self._plan = plan
         self._sources = {kind: self.sources(plan, kind) for kind in PAGE_KINDS}
 
     def sources(self, plan: ReadPlan, kind: PageKind) -> PageSources:
@@ -45,14 +47,16 @@ class PeerPullReader:
             self._buffer.tensor.device,
         )
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.pull_pages import pull_pages
 
-        pages = self._sources[kind]
-        pull_pages(self._pool.pages(kind, layer), pages.sources, pages.order, scratch)
-        self.pages_read += len(plan.logical_pages)
-        self.bytes_read += len(plan.logical_pages) * scratch.shape[1]
+        assert self._plan is not None, "begin comes first"
+        self._plan.check_is_whole(pages)
+        found = self._sources[kind]
+        pull_pages(self._pool.pages(kind, layer), found.sources, found.order, scratch)
+        self.pages_read += len(pages.logical_pages)
+        self.bytes_read += len(pages.logical_pages) * scratch.shape[1]
 
 
 def symmetric_buffer(pool: KVPool) -> SymmetricBuffer:

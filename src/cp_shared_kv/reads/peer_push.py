@@ -10,7 +10,7 @@ from cp_shared_kv.memory.device_copy import to_device
 from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.peer_pull import symmetric_buffer
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
 
 
@@ -30,20 +30,25 @@ class PeerPushReader:
         self._buffer = symmetric_buffer(pool)
         self._scratch = scratch
         self._device = pool.buffer.tensor.device
+        self._plan: ReadPlan | None = None
         self._own_pages = torch.empty(0, dtype=torch.int64)
         self._distances: dict[int, torch.Tensor] = {}
         self.pages_read = 0
         self.bytes_read = 0
 
     def begin(self, plan: ReadPlan) -> None:
+        self._plan = plan
         own_pages = plan.physical_pages[plan.owner_range(self._rank)]
         self._own_pages = to_device(own_pages, self._device)
         self._distances.clear()
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.push_pages import push_pages
 
+        plan = self._plan
+        assert plan is not None, "begin comes first"
+        plan.check_is_whole(pages)
         distances = self._scratch_distances(scratch)
         if len(plan.new_locs) == 0:
             self._buffer.barrier()

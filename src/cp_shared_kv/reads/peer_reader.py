@@ -7,7 +7,7 @@ import torch
 from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.peer_push import PeerPushReader
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 
 PUSH_FROM_BYTES = 24 << 20
 """Below it a push's barrier costs more than the faster way over the link saves, see
@@ -34,7 +34,7 @@ class PeerReader:
         self._pull.begin(plan)
         self._push.begin(plan)
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         """Collective where the prefix is long."""
-        pushed = len(plan.logical_pages) * scratch.shape[1] >= PUSH_FROM_BYTES
-        (self._push if pushed else self._pull).read(kind, layer, plan, scratch)
+        pushed = len(pages.logical_pages) * scratch.shape[1] >= PUSH_FROM_BYTES
+        (self._push if pushed else self._pull).read(kind, layer, pages, scratch)

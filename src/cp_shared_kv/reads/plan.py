@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from cp_shared_kv.errors import LayoutError
+from cp_shared_kv.errors import InvariantError, LayoutError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalLocs, LogicalPages
 from cp_shared_kv.memory.device_copy import to_device
@@ -31,7 +32,56 @@ class BatchSpan:
 
 
 @dataclass(frozen=True)
-class ReadPlan:
+class PagesByOwner:
+    """Pages to copy into scratch, each once: owner after owner, ascending for each."""
+
+    logical_pages: LogicalPages
+    """In scratch order."""
+    physical_pages: torch.Tensor
+    """i64, beside them: where each lies in its owner's pool."""
+    owner_starts: tuple[int, ...]
+    """N + 1 bounds: owner r's pages go to scratch pages owner_starts[r] to owner_starts[r + 1]."""
+
+    @classmethod
+    def of(cls, layout: CpSharedKVLayout, logical_pages: npt.NDArray[np.int64]) -> PagesByOwner:
+        """Of pages in any order, some maybe more than once."""
+        pages = np.unique(logical_pages)
+        owners = layout.owner_for_logical_pages(LogicalPages(pages))
+        by_owner = np.argsort(owners, kind="stable")
+        starts = np.searchsorted(owners[by_owner], np.arange(layout.cp_size + 1))
+        in_order = LogicalPages(pages[by_owner])
+        physical = torch.from_numpy(layout.logical_pages_to_physical(in_order))
+        return cls(in_order, physical, tuple(starts.tolist()))
+
+    def to(self, device: torch.device) -> Self:
+        """With its tensors in that device's memory; the host does not wait."""
+        return replace(self, physical_pages=to_device(self.physical_pages, device))
+
+    @cached_property
+    def _by_id(self) -> npt.NDArray[np.int64]:
+        return np.argsort(self.logical_pages)
+
+    def scratch_places(self, logical_pages: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """i64[n]: the scratch pages of some of these pages."""
+        by_id = self._by_id
+        return by_id[np.searchsorted(self.logical_pages, logical_pages, sorter=by_id)]
+
+    @property
+    def busiest_owner_pages(self) -> int:
+        """The most pages that any one rank owns of those to copy."""
+        return max(self.owner_pages(rank) for rank in range(len(self.owner_starts) - 1))
+
+    def owner_pages(self, rank: int) -> int:
+        """How many of the pages to copy that rank owns."""
+        return self.owner_starts[rank + 1] - self.owner_starts[rank]
+
+    def owner_range(self, rank: int) -> slice:
+        """That rank's pages, both in `physical_pages` and in scratch."""
+        return slice(self.owner_starts[rank], self.owner_starts[rank + 1])
+
+
+@dataclass(frozen=True)
+class ReadPlan(PagesByOwner):
     """The reads of one batch. Every rank of the group builds the same plan.
 
     Slots (page * page_size + offset) address one page-formatted source per kind. On a sharded
@@ -41,12 +91,6 @@ class ReadPlan:
     """
 
     in_place: bool
-    logical_pages: LogicalPages
-    """The pages to copy, each once, in scratch order."""
-    physical_pages: torch.Tensor
-    """i64, beside them: where each lies in its owner's pool."""
-    owner_starts: tuple[int, ...]
-    """N + 1 bounds: owner r's pages go to scratch pages owner_starts[r] to owner_starts[r + 1]."""
     scratch_pages: int
     """Pages to copy and pages for the chunk."""
     new_locs: LogicalLocs
@@ -69,34 +113,46 @@ class ReadPlan:
         new_locs = LogicalLocs(
             _joined(
                 [
-                    _token_slots(r.logical_pages, r.prefix_len, r.total_len, page_size)
+                    token_slots(r.logical_pages, r.prefix_len, r.total_len, page_size)
                     for r in requests
                 ]
             )
         )
-        if layout.cp_size == 1:
-            pages, owner_starts, scratch_pages = LogicalPages(_joined([])), (0, 0), 0
+        in_place = layout.cp_size == 1
+        prefixes = [] if in_place else [prefix_pages(r, page_size) for r in requests]
+        pages = PagesByOwner.of(layout, _joined(prefixes))
+        prefix_slots = len(pages.logical_pages) * page_size
+        if in_place:
             chunk_slots = layout.logical_locs_to_physical(new_locs)
             places = [layout.logical_pages_to_physical(r.logical_pages) for r in requests]
             slots = [
-                _token_slots(its_places, 0, r.total_len, page_size)
+                token_slots(its_places, 0, r.total_len, page_size)
                 for r, its_places in zip(requests, places, strict=True)
             ]
         else:
-            pages, owner_starts = _pages_by_owner(layout, requests)
-            scratch_pages = len(pages) + -(-len(new_locs) // page_size)
-            chunk_slots = len(pages) * page_size + np.arange(len(new_locs))
+            chunk_slots = prefix_slots + np.arange(len(new_locs))
             slots = _scratch_slots(page_size, requests, pages, chunk_slots)
         return cls(
-            in_place=layout.cp_size == 1,
-            logical_pages=pages,
-            physical_pages=torch.from_numpy(layout.logical_pages_to_physical(pages)),
-            owner_starts=owner_starts,
-            scratch_pages=scratch_pages,
+            logical_pages=pages.logical_pages,
+            physical_pages=pages.physical_pages,
+            owner_starts=pages.owner_starts,
+            in_place=in_place,
+            scratch_pages=0
+            if in_place
+            else len(pages.logical_pages) + -(-len(new_locs) // page_size),
             new_locs=new_locs,
             chunk_slots=torch.from_numpy(chunk_slots),
             request_slots=tuple(torch.from_numpy(r_slots) for r_slots in slots),
         )
+
+    def check_is_whole(self, pages: PagesByOwner) -> None:
+        """For a reader that cannot copy a part of a plan: InvariantError for other pages."""
+        if pages.logical_pages is not self.logical_pages:
+            raise InvariantError(
+                "pages to read at once",
+                value=f"{len(pages.logical_pages)} pages",
+                allowed=f"the {len(self.logical_pages)} pages of the plan that the reader began",
+            )
 
     def to(self, device: torch.device) -> Self:
         """The plan with its tensors in that device's memory; the host does not wait."""
@@ -106,19 +162,6 @@ class ReadPlan:
             chunk_slots=to_device(self.chunk_slots, device),
             request_slots=tuple(to_device(slots, device) for slots in self.request_slots),
         )
-
-    @property
-    def busiest_owner_pages(self) -> int:
-        """The most pages that any one rank owns of those to copy."""
-        return max(self.owner_pages(rank) for rank in range(len(self.owner_starts) - 1))
-
-    def owner_pages(self, rank: int) -> int:
-        """How many of the pages to copy that rank owns."""
-        return self.owner_starts[rank + 1] - self.owner_starts[rank]
-
-    def owner_range(self, rank: int) -> slice:
-        """That rank's pages, both in `physical_pages` and in scratch."""
-        return slice(self.owner_starts[rank], self.owner_starts[rank + 1])
 
 
 def _check(requests: Sequence[BatchSpan], layout: CpSharedKVLayout) -> None:
@@ -163,38 +206,29 @@ def _check(requests: Sequence[BatchSpan], layout: CpSharedKVLayout) -> None:
         )
 
 
-def _pages_by_owner(
-    layout: CpSharedKVLayout, requests: Sequence[BatchSpan]
-) -> tuple[LogicalPages, tuple[int, ...]]:
-    """The unique prefix pages, owner after owner and ascending for each, and the owners' bounds."""
-    prefixes = [r.logical_pages[: -(-r.prefix_len // layout.page_size)] for r in requests]
-    pages = np.unique(_joined(prefixes))
-    owners = layout.owner_for_logical_pages(LogicalPages(pages))
-    by_owner = np.argsort(owners, kind="stable")
-    starts = np.searchsorted(owners[by_owner], np.arange(layout.cp_size + 1))
-    return LogicalPages(pages[by_owner]), tuple(starts.tolist())
+def prefix_pages(request: BatchSpan, page_size: int) -> LogicalPages:
+    """The request's pages that hold any of its prefix."""
+    return LogicalPages(request.logical_pages[: -(-request.prefix_len // page_size)])
 
 
 def _scratch_slots(
     page_size: int,
     requests: Sequence[BatchSpan],
-    pages: LogicalPages,
+    pages: PagesByOwner,
     chunk_slots: npt.NDArray[np.int64],
 ) -> list[npt.NDArray[np.int64]]:
-    """For each request the scratch slot of each of its tokens; `pages` is in scratch order."""
-    by_id = np.argsort(pages)
+    """For each request the scratch slot of each of its tokens."""
     slots: list[npt.NDArray[np.int64]] = []
     chunk_end = 0
     for request in requests:
-        prefix_pages = request.logical_pages[: -(-request.prefix_len // page_size)]
-        scratch_pages = by_id[np.searchsorted(pages, prefix_pages, sorter=by_id)]
-        prefix_slots = _token_slots(scratch_pages, 0, request.prefix_len, page_size)
+        places = pages.scratch_places(prefix_pages(request, page_size))
+        prefix_slots = token_slots(places, 0, request.prefix_len, page_size)
         chunk_start, chunk_end = chunk_end, chunk_end + request.new_len
         slots.append(np.concatenate((prefix_slots, chunk_slots[chunk_start:chunk_end])))
     return slots
 
 
-def _token_slots(
+def token_slots(
     pages: npt.NDArray[np.int64], start: int, stop: int, page_size: int
 ) -> npt.NDArray[np.int64]:
     """The slots of tokens start..stop-1 of a request with these pages."""

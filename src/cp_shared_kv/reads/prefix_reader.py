@@ -8,7 +8,7 @@ import torch
 
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.page_format import PageKind
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 
 
 class PrefixReader(Protocol):
@@ -28,10 +28,11 @@ class PrefixReader(Protocol):
         """Prepare for one forward pass; collective, before the first write of the forward."""
         ...
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
-        """Fill the first len(plan.logical_pages) pages of scratch u8[*, page_bytes].
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
+        """Fill the first len(pages.logical_pages) pages of scratch u8[*, page_bytes].
 
-        Collective for some readers: all ranks call it in the same order, also one without tokens.
+        `pages` are the plan's, or a part of them for a reader that takes parts. Collective for
+        some readers: all ranks call it in the same order, also one without tokens.
         """
         ...
 
@@ -50,5 +51,5 @@ class LocalReader:
                 allowed="pull or full_view when cp_size is above 1",
             )
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         pass

@@ -10,7 +10,7 @@ from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.group import CPGroup
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner, ReadPlan
 
 
 class PullReader:
@@ -37,11 +37,11 @@ class PullReader:
         """
         self._group.barrier()
 
-    def read(self, kind: PageKind, layer: int, plan: ReadPlan, scratch: torch.Tensor) -> None:
+    def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
         for owner, pool in enumerate(self._pools):
-            pages = plan.owner_range(owner)
+            owned = pages.owner_range(owner)
             torch.index_select(
-                pool.pages(kind, layer), 0, plan.physical_pages[pages], out=scratch[pages]
+                pool.pages(kind, layer), 0, pages.physical_pages[owned], out=scratch[owned]
             )
-        self.pages_read += len(plan.logical_pages)
-        self.bytes_read += len(plan.logical_pages) * scratch.shape[1]
+        self.pages_read += len(pages.logical_pages)
+        self.bytes_read += len(pages.logical_pages) * scratch.shape[1]

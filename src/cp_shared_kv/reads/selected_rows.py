@@ -46,11 +46,10 @@ class SelectedRowsReader:
         self._rows = torch.empty(0, dtype=torch.uint8)
         self._chunk_rows = 0
 
-    def begin(self, plan: ReadPlan, tokens: int, index_topk: int) -> None:
-        """Prepare a forward in which this rank computes `tokens`, each selecting up to index_topk.
+    def begin(self, plan: ReadPlan, most_rows: int) -> None:
+        """See RowReader; `most_rows` is also the most indices of one read.
 
-        Call it after the reader's `begin`. Takes memory for as many rows as could be selected:
-        CapacityError past the scratch limit.
+        Call it after the reader's `begin`.
         """
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.select_rows import SelectedRows
@@ -59,7 +58,7 @@ class SelectedRowsReader:
         self._sources = self._reader.sources(plan, "latent")
         slots = len(plan.logical_pages) * latent.page_size
         device = self._pool.buffer.tensor.device
-        self._selected = SelectedRows.make(slots, tokens * index_topk, device)
+        self._selected = SelectedRows.make(slots, most_rows, device)
         self._chunk_rows = len(plan.new_locs)
         rows = self._chunk_rows + len(self._selected.rows)
         taken = self._scratch.take("selected rows", rows * latent.row_bytes)

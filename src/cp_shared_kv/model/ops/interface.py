@@ -15,7 +15,8 @@ class AttentionOps:
     No function changes its arguments. HI, H: heads of the indexer and of MLA; dI, r, dr: widths.
 
     index_scores(q[n, HI, dI], head_weights fp32 [n, HI], keys[m, dI]) -> fp32 [n, m]
-        I[t, s] = sum_h head_weights[t, h] * relu(q[t, h] . keys[s]), not masked.
+        I[t, s] = sum_h head_weights[t, h] * relu(q[t, h] . keys[s]), not masked. Of keys that are
+        cut at multiples of PIECE_TOKENS the parts give the same bits as the whole.
     select_topk(scores fp32 [n, m], visible i64[n], k) -> i64 [n, min(k, m)]
         Per row the columns of the k best among the first `visible` (1..m) of them; among equal
         scores the lowest column. Ascending; a row with fewer visible columns has all of them,

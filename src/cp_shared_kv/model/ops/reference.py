@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_shared_kv.model.ops.interface import AttentionOps
+from cp_shared_kv.reads.index_pieces import PIECE_TOKENS
 
 # Products of one tile: small enough for a core's cache, large enough to amortise a call.
 _TILE_PRODUCTS = 1 << 20
@@ -18,7 +19,7 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor
     scores = torch.empty(rows, count, dtype=torch.float32, device=q.device)
     flat_q, keys = q.reshape(rows * heads, width).float(), keys.float()
     weights = head_weights.unsqueeze(1)
-    tile = min(max(_LEAST_TILE_KEYS, _TILE_PRODUCTS // (rows * heads)), count)
+    tile = min(_tile_keys(rows * heads), count)
     buffer = torch.empty(rows * heads * tile, dtype=torch.float32, device=q.device)
     for start in range(0, count, tile):
         part = keys[start : start + tile]
@@ -27,6 +28,12 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor
         by_head = products.view(rows, heads, len(part))
         scores[:, start : start + tile] = torch.bmm(weights, by_head).squeeze(1)
     return scores
+
+
+def _tile_keys(products_of_key: int) -> int:
+    # A power of two, and so a part of a piece: where keys are cut must not change their scores.
+    largest = 1 << (max(1, _TILE_PRODUCTS // products_of_key).bit_length() - 1)
+    return min(max(_LEAST_TILE_KEYS, largest), PIECE_TOKENS)
 
 
 def select_topk(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:

@@ -1,0 +1,80 @@
+"""Where a forward pass finds its index K: in the pool, or read into scratch block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.reads.index_pieces import IndexBlock, IndexPlan
+from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.scratch import Scratch
+
+
+@dataclass(frozen=True)
+class IndexKeys:
+    """The index keys of consecutive positions of one request."""
+
+    request: int
+    start: int
+    """The position of the first."""
+    keys: torch.Tensor
+    """[n, index_head_dim]."""
+
+
+class IndexSource:
+    """The index K of one batch, a layer at a time. On a sharded pool it takes scratch."""
+
+    def __init__(
+        self,
+        pool: KVPool,
+        plan: ReadPlan,
+        index: IndexPlan,
+        reader: PrefixReader,
+        scratch: Scratch,
+        dtype: torch.dtype,
+    ) -> None:
+        """dtype: what keys are decoded to. CapacityError past the scratch limit."""
+        self._pool, self._plan, self._index = pool, plan, index
+        self._reader, self._dtype = reader, dtype
+        spec = pool.spec
+        chunk_pages = -(-len(plan.new_locs) // spec.page_size)
+        pages = 0
+        if spec.index_layers and not plan.in_place:
+            pages = index.room_pages + chunk_pages
+        page_bytes = spec.page_bytes("index")
+        self._scratch = scratch.take("index pages", pages * page_bytes).view(-1, page_bytes)
+
+    def store(self, layer: int, chunk_rows: torch.Tensor) -> None:
+        """The batch's new rows u8[T, row_bytes] of a layer, which the pool has. Collective.
+
+        What is one block is read here, so that nothing of it is left to `pieces`.
+        """
+        if self._plan.in_place:
+            return
+        if len(self._index.blocks) == 1:
+            self._read(layer, self._index.blocks[0])
+        self._pool.spec.index.scatter_rows(self._scratch, self._index.chunk_slots, chunk_rows)
+
+    def pieces(self, layer: int, seen: Sequence[int]) -> Iterator[IndexKeys]:
+        """For each request the keys of its first `seen` positions, by ascending position.
+
+        Collective: every rank goes through all of it, also one that needs no key.
+        """
+        pages = self._pool.pages("index", layer) if self._plan.in_place else self._scratch
+        index_format = self._pool.spec.index
+        for block in self._index.blocks:
+            if len(self._index.blocks) > 1:
+                self._read(layer, block)
+            for piece in block.pieces:
+                slots = piece.slots[: max(0, seen[piece.request] - piece.start)]
+                if len(slots):
+                    rows = index_format.gather_rows(pages, slots)
+                    keys = index_format.decode(rows, self._dtype)
+                    yield IndexKeys(piece.request, piece.start, keys)
+
+    def _read(self, layer: int, block: IndexBlock) -> None:
+        self._reader.read("index", layer, block.pages, self._scratch)
