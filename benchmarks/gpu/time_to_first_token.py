@@ -122,7 +122,7 @@ class _Way:
         self, model: Transformer, pools: RankPools, group: GpuGroup, kv_read: KVReader
     ) -> None:
         self._model, self._pools, self._group = model, pools, group
-        self._reader, self._scratch = make_reader(kv_read, pools, group, SCRATCH_BYTES)
+        self._reads = make_reader(kv_read, pools, group, SCRATCH_BYTES)
 
     @torch.inference_mode()
     def first_token(self, span: BatchSpan, token_ids: torch.Tensor) -> torch.Tensor:
@@ -131,10 +131,10 @@ class _Way:
             self._pools.pool,
             self._pools.layout,
             self._group,
-            self._reader,
+            self._reads.reader,
             [span],
             "in-seq-split",
-            scratch=self._scratch,
+            scratch=self._reads.scratch,
             dtype=self._model.dtype,
         )
         hidden = self._model.forward(token_ids[kv.token_indices], kv.positions, kv)

@@ -49,8 +49,9 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-# Every format with both splits, and in these both reads. The narrow demo model computes in fp32,
-# the wide one in bf16.
+# Every format with both splits, and in these every read. The narrow demo model computes in fp32,
+# the wide one in bf16. Scratch for 1,024 tokens is too little for the longer prompts: read in
+# blocks.
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype", "formats", "kv_read", "split"),
     [
@@ -62,6 +63,10 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("wide", "auto", ("bf16", "fp8_scaled"), "collective", "round-robin-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "collective", "in-seq-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "pull", "round-robin-split"),
+        ("demo", "auto", ("fp32", "fp32"), "sparse", "round-robin-split"),
+        ("demo", "auto", ("fp32", "fp32"), "sparse in blocks", "in-seq-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "sparse in blocks", "round-robin-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse in blocks", "in-seq-split"),
     ],
 )
 def test_sharing_changes_no_bit_of_any_logit(
@@ -74,9 +79,11 @@ def test_sharing_changes_no_bit_of_any_logit(
     tmp_path: Path,
 ) -> None:
     shared, replicated = tmp_path / "shared", tmp_path / "replicated"
+    kv_read, _, in_blocks = kv_read.partition(" ")
     config = small_config(
         kv_cache_dtype=kv_cache_dtype,
         kv_read=kv_read,
+        kv_scratch_tokens=1024 if in_blocks else None,
         nsa_prefill_cp_mode=split,
         record_batches=shared,
         **({"model_path": wide_model} if model == "wide" else {}),

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from cp_shared_kv.model.ops.reference import REFERENCE_OPS, index_scores, select_topk
 from cp_shared_kv.model.running_topk import RunningTopK
-from cp_shared_kv.reads.index_pieces import PIECE_TOKENS
+from cp_shared_kv.reads.piece_size import PIECE_TOKENS
 
 
 def by_pieces(scores: torch.Tensor, visible: torch.Tensor, k: int, cuts: list[int]) -> torch.Tensor:

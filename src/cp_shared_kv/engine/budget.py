@@ -21,9 +21,21 @@ def sharers(config: EngineConfig) -> int:
 
 def prefix_scratch_bytes(config: EngineConfig, sizes: PoolSizes, prefix_pages: int) -> int:
     """What a rank needs to read a prefix of so many pages out of its peers' pools."""
-    if config.resolved_kv_read == "local":
-        return 0
-    return SCRATCH_LAYERS * prefix_pages * sizes.layer_page_bytes
+    match config.resolved_kv_read:
+        case "local":
+            layers = 0
+        case "sparse":  # all of one layer may be selected, and nothing is read ahead
+            layers, prefix_pages = 1, pages_at_once(config, prefix_pages)
+        case _:
+            layers = SCRATCH_LAYERS
+    return layers * prefix_pages * sizes.layer_page_bytes
+
+
+def pages_at_once(config: EngineConfig, prefix_pages: int) -> int:
+    """Of a prefix that is read in blocks, the most pages that a rank holds."""
+    if config.kv_scratch_tokens is None:
+        return prefix_pages
+    return min(prefix_pages, config.kv_scratch_tokens // config.page_size)
 
 
 def chunk_scratch_bytes(config: EngineConfig, sizes: PoolSizes) -> int:
@@ -68,8 +80,9 @@ def capacity_of_rank(
     rank_bytes = max(0, rank_bytes - chunk_scratch_bytes(config, sizes))
     context_pages = -(-context_length // page_size)
     beside_scratch = rank_bytes - prefix_scratch_bytes(config, sizes, context_pages)
-    if beside_scratch // page_bytes - 1 >= -(-context_pages // owners):
+    paid_for = pages_at_once(config, context_pages)
+    if beside_scratch // page_bytes - 1 >= -(-paid_for // owners):
         return KVCapacity.from_budget(beside_scratch, page_bytes, page_size, owners)
-    # The pool is smaller than the context: then the longest prefix is the pool itself.
+    # The pool is smaller than what was paid for: then the longest prefix is the pool itself.
     page_bytes += prefix_scratch_bytes(config, sizes, owners)
     return KVCapacity.from_budget(rank_bytes, page_bytes, page_size, owners)

@@ -12,12 +12,13 @@ from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.host_address import check_host
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.reads.piece_size import PIECE_TOKENS
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 from cp_shared_kv.transfer.transports import TransferBackend
 
 Device = Literal["cpu", "cuda"]
-KVRead = Literal["auto", "pull", "push", "collective"]
-KVReader = Literal["pull", "push", "pull_or_push", "collective", "local"]
+KVRead = Literal["auto", "pull", "push", "collective", "sparse"]
+KVReader = Literal["pull", "push", "pull_or_push", "collective", "sparse", "local"]
 """The read paths that there are; `pull_or_push` takes for each batch what is faster."""
 KVTransportName = TransferBackend | Literal["cuda_ipc"]
 Dtype = Literal["auto", "float32", "bfloat16"]
@@ -116,8 +117,13 @@ class EngineConfig:
 
     kv_read: KVRead = "auto"
     """How a rank reads pages it does not own: one-sided pull out of its peers' memory, push by
-    their owners (GPUs only), or a collective gather of bytes; auto is pull, and on GPUs whichever
-    of pull and push is faster for a batch."""
+    their owners (GPUs only), a collective gather of bytes, or sparse (CPUs only): a pull of index K
+    in blocks, and of latent KV the rows alone that a rank's tokens have selected; auto is pull, and
+    on GPUs whichever of pull and push is faster for a batch."""
+
+    kv_scratch_tokens: int | None = None
+    """Prefix tokens of one layer that a rank's scratch holds at once, with --kv-read sparse; by
+    default the longest prefix. Longer ones are read in blocks, with the same answers."""
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
     """What carries KV pages from prefill to decode: copies into mapped memory, of the host or of
@@ -229,6 +235,7 @@ class EngineConfig:
             "page_size": (1, MAX_PAGE_SIZE),
             "context_length": (2, MAX_TOKENS),
             "chunked_prefill_size": (1, MAX_TOKENS),
+            "kv_scratch_tokens": (PIECE_TOKENS, 2**40),
             "max_total_tokens": (1, 2**40),
             "decode_max_total_tokens": (1, 2**40),
             "max_running_requests": (1, 4096),
@@ -301,6 +308,20 @@ class EngineConfig:
                 "--kv-read push writes to the memory of other GPUs",
                 value=f"--device {self.device}",
                 change="add --device cuda, or use --kv-read auto",
+            )
+        if self.kv_read == "sparse" and self.device != "cpu":
+            raise ConfigError(
+                "--kv-read sparse runs on CPUs only so far",
+                value=f"--device {self.device}",
+                allowed="auto, pull, push, collective",
+                change="use --kv-read auto",
+            )
+        if self.kv_scratch_tokens is not None and self.kv_read != "sparse":
+            raise ConfigError(
+                "--kv-scratch-tokens bounds what is read in blocks, and whole prefixes are read",
+                value=f"--kv-read {self.kv_read}",
+                allowed="--kv-read sparse",
+                change="add --kv-read sparse or drop --kv-scratch-tokens",
             )
         if self.device == "cuda" and self.disaggregation_transfer_backend != "shared_memory":
             raise ConfigError(

@@ -32,6 +32,7 @@ from cp_shared_kv.engine.messages import (
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
 from cp_shared_kv.engine.placement import set_up_device
+from cp_shared_kv.engine.readers import KVReads
 from cp_shared_kv.engine.recording import LogitsLog, MessageLog
 from cp_shared_kv.engine.replay_decode import ReplayDecode
 from cp_shared_kv.engine.run_spec import RunSpec
@@ -240,9 +241,8 @@ class DecodeWorker:
             self._pool,
             self._layout,
             SoloGroup(),
-            LocalReader(),
+            KVReads(LocalReader(), Scratch(0, self._transformer.device)),
             "in-seq-split",
-            Scratch(0, self._transformer.device),
             None if record is None else LogitsLog(record),
         )
 

@@ -26,6 +26,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     scratch_limit_bytes: Size
     max_prefix_pages: Tokens
     """Most prefix pages of one batch, each counted once, that scratch holds."""
+    kv_scratch_tokens: Tokens | None = None
+    """Prefix tokens of one layer that scratch holds where they are read in blocks."""
     pool_bytes_per_rank: Size
     decode_pool_bytes: Size
 

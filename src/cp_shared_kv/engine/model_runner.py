@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.readers import KVReads
 from cp_shared_kv.engine.recording import LogitsLog
 from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
 from cp_shared_kv.engine.sampling.state import SamplingState
@@ -19,8 +20,6 @@ from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.forward_kv import ForwardKV
 from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.plan import BatchSpan
-from cp_shared_kv.reads.prefix_reader import PrefixReader
-from cp_shared_kv.reads.scratch import Scratch
 
 
 class ModelRunner:
@@ -32,18 +31,16 @@ class ModelRunner:
         pool: KVPool,
         layout: CpSharedKVLayout,
         group: CPGroup,
-        reader: PrefixReader,
+        reads: KVReads,
         split: SplitMode,
-        scratch: Scratch,
         log: LogitsLog | None = None,
     ) -> None:
         self._transformer = transformer
         self._pool = pool
         self._layout = layout
         self._group = group
-        self._reader = reader
+        self._reads = reads
         self._split: SplitMode = split
-        self._scratch = scratch
         self._log = log
 
     @torch.inference_mode()
@@ -58,10 +55,11 @@ class ModelRunner:
             self._pool,
             self._layout,
             self._group,
-            self._reader,
+            self._reads.reader,
             [BatchSpan(r.pages(), r.prefix_tokens, r.new_tokens) for r in batch.requests],
             self._split,
-            scratch=self._scratch,
+            scratch=self._reads.scratch,
+            sparse=self._reads.sparse,
             dtype=self._transformer.dtype,
         )
         mine = kv.token_indices.numpy()

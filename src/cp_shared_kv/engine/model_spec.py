@@ -12,7 +12,7 @@ import torch
 from cp_shared_kv.engine.config import Dtype, EngineConfig, KVCacheDtype
 from cp_shared_kv.engine.page_format_names import format_names
 from cp_shared_kv.engine.run_spec import PageLayout
-from cp_shared_kv.errors import CheckpointError
+from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
@@ -56,6 +56,12 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     """Read a checkpoint's config and headers. Raises `ConfigError` or `CheckpointError`."""
     model = ModelConfig.from_directory(config.model_path)
     dtype = compute_dtype(config.dtype, model.checkpoint_dtype)
+    if (config.kv_scratch_tokens or model.index_topk) < model.index_topk:
+        raise ConfigError(
+            "--kv-scratch-tokens holds less than one token of this model may select",
+            value=config.kv_scratch_tokens,
+            allowed=f"at least {model.index_topk} (index_topk)",
+        )
     return ModelDescription(
         config=model,
         pool_spec=pool_spec(model, config.page_size, config.kv_cache_dtype, dtype),

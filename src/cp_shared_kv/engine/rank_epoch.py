@@ -67,18 +67,22 @@ class RankEpoch:
             self._pools = RankPools.make_replicated(
                 model.pool_spec, configure.physical_pages, device
             )
-        reader, self._scratch = make_reader(
-            configure.kv_read, self._pools, group, configure.scratch_limit_bytes
+        reads = make_reader(
+            configure.kv_read,
+            self._pools,
+            group,
+            configure.scratch_limit_bytes,
+            spec.limits.kv_scratch_tokens,
         )
+        self._scratch = reads.scratch
         record = configure.record
         self._runner = ModelRunner(
             transformer,
             self._pools.pool,
             self._pools.layout,
             group,
-            reader,
+            reads,
             spec.engine_config().nsa_prefill_cp_mode,
-            self._scratch,
             None if record is None else LogitsLog(Path(record) / f"rank{rank}"),
         )
         self.sender = TransferSender(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from cp_shared_kv.engine.config import KVReader
 from cp_shared_kv.engine.rank_pools import RankPools
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
+from cp_shared_kv.reads.forward_kv import SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import CPGroup, GpuGroup
 from cp_shared_kv.reads.peer_pull import PeerPullReader
@@ -12,26 +15,43 @@ from cp_shared_kv.reads.peer_push import PeerPushReader
 from cp_shared_kv.reads.peer_reader import PeerReader
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
 
 
-def make_reader(
-    kv_read: KVReader, pools: RankPools, group: CPGroup, scratch_limit_bytes: int
-) -> tuple[PrefixReader, Scratch]:
-    """What reads the group's pages, and the scratch that a forward takes. Any rank, same choice.
+class KVReads(NamedTuple):
+    """What reads the group's pages, and the scratch that a forward takes."""
 
-    ConfigError for pull or push between GPUs that cannot map each other; what is left to choose
-    goes by collective there.
+    reader: PrefixReader
+    scratch: Scratch
+    sparse: SparseReads | None = None
+
+
+def make_reader(
+    kv_read: KVReader,
+    pools: RankPools,
+    group: CPGroup,
+    scratch_limit_bytes: int,
+    most_tokens: int | None = None,
+) -> KVReads:
+    """The reads of one rank. Any rank, same choice.
+
+    `most_tokens` of a prefix are held at once by sparse reads, any number if None. ConfigError for
+    pull or push between GPUs that cannot map each other; what is left to choose goes by collective
+    there.
     """
     pool, device = pools.pool, pools.pool.buffer.tensor.device
     if device.type == "cpu":
         scratch = Scratch(scratch_limit_bytes)
         if kv_read == "pull":
-            return PullReader(group, pools.peers), scratch
+            return KVReads(PullReader(group, pools.peers), scratch)
+        if kv_read == "sparse":
+            rows = PullRowsReader(pools.peers, scratch)
+            return KVReads(PullReader(group, pools.peers), scratch, SparseReads(rows, most_tokens))
         if kv_read == "collective":
-            return FullViewReader(group, pool, scratch), scratch
-        return LocalReader(), scratch
+            return KVReads(FullViewReader(group, pool, scratch), scratch)
+        return KVReads(LocalReader(), scratch)
     if kv_read == "pull_or_push" and not isinstance(pool.buffer, SymmetricBuffer):
         kv_read = "collective"
     if kv_read in ("push", "pull_or_push"):
@@ -39,11 +59,11 @@ def make_reader(
         written_to = SymmetricScratch(scratch_limit_bytes, group.host_process_group, device)
         push = PeerPushReader(group.cp_rank, pool, written_to)
         if kv_read == "push":
-            return push, written_to
-        return PeerReader(PeerPullReader(group.cp_rank, pool), push), written_to
+            return KVReads(push, written_to)
+        return KVReads(PeerReader(PeerPullReader(group.cp_rank, pool), push), written_to)
     scratch = Scratch(scratch_limit_bytes, device)
     if kv_read == "pull":
-        return PeerPullReader(group.cp_rank, pool), scratch
+        return KVReads(PeerPullReader(group.cp_rank, pool), scratch)
     if kv_read == "collective":
-        return FullViewReader(group, pool, scratch), scratch
-    return LocalReader(), scratch
+        return KVReads(FullViewReader(group, pool, scratch), scratch)
+    return KVReads(LocalReader(), scratch)

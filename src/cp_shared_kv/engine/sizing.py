@@ -11,6 +11,7 @@ from cp_shared_kv.engine.budget import (
     capacity_of_rank,
     chunk_scratch_bytes,
     longest_prefix_pages,
+    pages_at_once,
     prefix_scratch_bytes,
     sharers,
 )
@@ -72,7 +73,10 @@ def resolve_limits(
     decode_capacity = KVCapacity.from_tokens(decode_tokens, page_size, 1)
     longest_pages = longest_prefix_pages(config, capacity, context_length)
     max_prefix_pages = capacity.logical_pages
-    if config.resolved_kv_read != "local":
+    kv_scratch_tokens = None
+    if config.resolved_kv_read == "sparse":  # any batch can be read in blocks
+        kv_scratch_tokens = pages_at_once(config, longest_pages) * page_size
+    elif config.resolved_kv_read != "local":
         max_prefix_pages = min(max_prefix_pages, SCRATCH_LAYERS * longest_pages)
     limits = EngineLimits(
         page_size=page_size,
@@ -84,6 +88,7 @@ def resolve_limits(
         scratch_limit_bytes=chunk_scratch_bytes(config, spec.sizes)
         + prefix_scratch_bytes(config, spec.sizes, longest_pages),
         max_prefix_pages=max_prefix_pages,
+        kv_scratch_tokens=kv_scratch_tokens,
         pool_bytes_per_rank=spec.pool_bytes(capacity.physical_pages),
         decode_pool_bytes=spec.pool_bytes(decode_capacity.physical_pages),
     )

@@ -11,11 +11,8 @@ import torch
 
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.device_copy import to_device
+from cp_shared_kv.reads.piece_size import PIECE_TOKENS
 from cp_shared_kv.reads.plan import BatchSpan, PagesByOwner, ReadPlan, token_slots
-
-PIECE_TOKENS = 1024
-"""A request's positions are cut at multiples of it alone. Index scores are computed in tiles that
-divide it, so that a key has the same score, bit for bit, however its request is cut."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_shared_kv.model.ops.interface import AttentionOps
-from cp_shared_kv.reads.index_pieces import PIECE_TOKENS
+from cp_shared_kv.reads.piece_size import PIECE_TOKENS
 
 # Products of one tile: small enough for a core's cache, large enough to amortise a call.
 _TILE_PRODUCTS = 1 << 20
