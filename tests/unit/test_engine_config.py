@@ -35,7 +35,7 @@ def refusal(**changes: Any) -> str:
     [
         ("dtype", "auto, float32, bfloat16"),
         ("nsa_prefill_cp_mode", "in-seq-split, round-robin-split"),
-        ("kv_read", "auto, pull, push, collective"),
+        ("kv_read", "auto, pull, push, collective, sparse"),
         ("device", "cpu, cuda"),
         ("disaggregation_transfer_backend", "shared_memory, mooncake"),
         ("log_level", "debug, info, warning, error"),
@@ -121,7 +121,7 @@ def test_shared_kv_without_a_group_is_refused() -> None:
     assert "--attention-context-parallel-size 2" in message
 
 
-@pytest.mark.parametrize("kv_read", ["pull", "collective"])
+@pytest.mark.parametrize("kv_read", ["pull", "collective", "sparse"])
 @pytest.mark.parametrize("group", [{}, REPLICATED])
 def test_a_read_path_where_nothing_is_shared_is_refused(
     kv_read: str, group: dict[str, Any]
@@ -131,6 +131,26 @@ def test_a_read_path_where_nothing_is_shared_is_refused(
     assert f": {kv_read};" in message
     assert "allowed: auto" in message
     assert "--enable-nsa-prefill-cp-shared-kv" in message
+
+
+def test_sparse_reads_on_gpus_are_refused() -> None:
+    message = refusal(**SHARED, kv_read="sparse", device="cuda")
+    assert "--kv-read sparse runs on CPUs only so far: --device cuda" in message
+    assert "use --kv-read auto" in message
+
+
+@pytest.mark.parametrize("kv_read", ["auto", "pull", "collective"])
+def test_a_bound_for_what_is_read_in_blocks_needs_a_read_in_blocks(kv_read: str) -> None:
+    message = refusal(**SHARED, kv_read=kv_read, kv_scratch_tokens=2048)
+    assert "--kv-scratch-tokens bounds what is read in blocks, and whole prefixes are read: " in (
+        message
+    )
+    assert "add --kv-read sparse" in message
+
+
+def test_scratch_holds_at_least_one_piece() -> None:
+    message = refusal(**SHARED, kv_read="sparse", kv_scratch_tokens=1023)
+    assert "--kv-scratch-tokens is out of range: 1023; allowed: 1024 to" in message
 
 
 def test_another_system_is_refused_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +168,7 @@ def test_another_system_is_refused_before_anything_else(monkeypatch: pytest.Monk
         (SHARED, "pull"),
         (SHARED | {"kv_read": "pull"}, "pull"),
         (SHARED | {"kv_read": "collective"}, "collective"),
+        (SHARED | {"kv_read": "sparse"}, "sparse"),
     ],
 )
 def test_the_read_path_follows_from_what_is_shared(changes: dict[str, Any], resolved: str) -> None:

@@ -136,3 +136,15 @@ def test_the_capacity_of_the_design_follows_from_the_bf16_formats() -> None:
     capacity = KVCapacity.from_budget(int(22.145 * 2**30), spec.bytes_per_page, 64, 8)
     assert (capacity.physical_tokens, capacity.logical_tokens) == (237_312, 1_898_496)
     assert spec.pool_bytes(capacity.physical_pages) == 64 * 100_152 * (237_312 // 64 + 1)
+
+
+def test_scratch_for_less_than_a_token_may_select_is_refused(tmp_path: Path) -> None:
+    flags = {
+        "attention_context_parallel_size": 2,
+        "enable_nsa_prefill_context_parallel": True,
+        "enable_nsa_prefill_cp_shared_kv": True,
+        "kv_read": "sparse",
+    }
+    with pytest.raises(ConfigError, match=r"may select: 1500; allowed: at least 2048 \(index_topk"):
+        described(tmp_path, {**flags, "kv_scratch_tokens": 1500}, index_topk=2048)
+    described(tmp_path, {**flags, "kv_scratch_tokens": 2048}, index_topk=2048)

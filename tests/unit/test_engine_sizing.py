@@ -24,14 +24,15 @@ from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.memory.buffers import PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
-from cp_shared_kv.reads.forward_kv import ForwardKV
+from cp_shared_kv.reads.forward_kv import ForwardKV, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.plan import BatchSpan
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
+from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
 
-Group = Literal["one rank", "replicated", "pull", "collective"]
+Group = Literal["one rank", "replicated", "pull", "collective", "sparse"]
 MODEL_CONTEXT = 4096
 MIB = 2**20
 
@@ -54,7 +55,7 @@ def config(group: Group = "pull", cp_size: int = 4, **changes: Any) -> EngineCon
             "attention_context_parallel_size": cp_size,
             "enable_nsa_prefill_context_parallel": True,
         }
-    if group in ("pull", "collective"):
+    if group in ("pull", "collective", "sparse"):
         values |= {"enable_nsa_prefill_cp_shared_kv": True, "kv_read": group}
     return EngineConfig(**(values | changes))
 
@@ -159,8 +160,13 @@ def take_scratch(
     readers: dict[str, PrefixReader] = {
         "collective": FullViewReader(group, pool, scratch),
         "pull": PullReader(group, [pool] * limits.cp_size),
+        "sparse": PullReader(group, [pool] * limits.cp_size),
         "local": LocalReader(),
     }
+    sparse = None
+    if engine_config.resolved_kv_read == "sparse":
+        rows = PullRowsReader([pool] * limits.cp_size, scratch)
+        sparse = SparseReads(rows, limits.kv_scratch_tokens)
     for spans in batches:
         ForwardKV.build(
             pool,
@@ -170,6 +176,7 @@ def take_scratch(
             spans,
             engine_config.nsa_prefill_cp_mode,
             scratch=scratch,
+            sparse=sparse,
         )
     return scratch
 
@@ -180,7 +187,7 @@ def span(first_page: int, prefix_tokens: int, new_tokens: int, page_size: int = 
     return BatchSpan(LogicalPages(logical_pages), prefix_tokens, new_tokens)
 
 
-@pytest.mark.parametrize("group", ["replicated", "pull", "collective"])
+@pytest.mark.parametrize("group", ["replicated", "pull", "collective", "sparse"])
 @pytest.mark.parametrize("split", ["in-seq-split", "round-robin-split"])
 def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(group: Group, split: str) -> None:
     chosen = config(
@@ -206,6 +213,37 @@ def test_as_many_prefix_pages_as_the_limit_says_fit_scratch(group: Group) -> Non
     take_scratch(chosen, limits, [[span(1, 0, 64)], long_prefixes[:2]])
     with pytest.raises(CapacityError, match="scratch for"):
         take_scratch(chosen, limits, [long_prefixes])  # so nobody may build such a batch
+
+
+@pytest.mark.parametrize("kv_scratch_tokens", [None, 1024, 1100])
+def test_sparse_reads_take_any_batch_within_their_limit(kv_scratch_tokens: int | None) -> None:
+    chosen = config(
+        "sparse",
+        max_total_tokens=25600,
+        chunked_prefill_size=64,
+        kv_scratch_tokens=kv_scratch_tokens,
+    )
+    limits = limits_of(chosen)
+    assert limits.kv_scratch_tokens == {None: 4096, 1024: 1024, 1100: 1088}[kv_scratch_tokens]
+    assert limits.max_prefix_pages == limits.capacity.logical_pages
+    long_prefixes = [span(1 + 64 * i, 4032 + 63, 1) for i in range(20)]
+    scratch = take_scratch(chosen, limits, [[span(1, 0, 64)], long_prefixes])
+    assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
+
+
+def test_what_scratch_does_not_take_the_pool_has() -> None:
+    free_bytes, context = 64 * MIB, 1 << 20
+    whole = limits_of(config("pull"), context=context, free_bytes=free_bytes)
+    sparse = limits_of(config("sparse"), context=context, free_bytes=free_bytes)
+    blocks = limits_of(
+        config("sparse", kv_scratch_tokens=1024), context=context, free_bytes=free_bytes
+    )
+    assert whole.logical_tokens < sparse.logical_tokens < blocks.logical_tokens
+    for limits in (whole, sparse, blocks):
+        used = 4 * (limits.pool_bytes_per_rank + limits.scratch_limit_bytes)
+        used += limits.decode_pool_bytes
+        assert used <= free_bytes * MEMORY_SHARE
+        assert used > 0.95 * free_bytes * MEMORY_SHARE
 
 
 def test_a_group_that_reads_in_place_may_read_its_whole_pool() -> None:
