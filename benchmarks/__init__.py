@@ -31,6 +31,8 @@ class Measurement:
     config: dict[str, object]
     samples_seconds: dict[str, list[float]]
     goals: list[Goal] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+    """What was found beside times: counts, bytes, whether bits were equal."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,7 +32,7 @@ def record(
     content = {
         "benchmark": name,
         "recorded_at": now.isoformat(timespec="seconds"),
-        "commit": commit or _git("rev-parse", "HEAD"),
+        "commit": commit or this_commit(),
         "uncommitted_changes": None if changes is None else bool(changes),
         "versions": {
             "python": platform.python_version(),
@@ -42,6 +42,7 @@ def record(
         },
         "machine": {**_machine(), **_gpus()},
         "config": measurement.config,
+        "figures": measurement.figures,
         "summary_seconds": {
             sample: {
                 "median": statistics.median(values),
@@ -58,6 +59,11 @@ def record(
     path = directory / f"{name}-{now:%Y%m%dT%H%M%SZ}.json"
     path.write_text(json.dumps(content, indent=1) + "\n")
     return path
+
+
+def this_commit() -> str | None:
+    """The commit of this checkout; None in a copy that is none."""
+    return _git("rev-parse", "HEAD")
 
 
 def judge(goal: Goal, samples_seconds: dict[str, list[float]]) -> dict[str, object]:

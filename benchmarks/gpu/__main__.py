@@ -5,9 +5,8 @@ from __future__ import annotations
 import sys
 
 from benchmarks.__main__ import main
+from benchmarks.gpu import RANKS
 from cp_shared_kv.testing.gpu import missing_for_gpus
-
-RANKS = 2
 
 if __name__ == "__main__":
     missing = missing_for_gpus(RANKS)

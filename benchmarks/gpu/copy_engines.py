@@ -17,11 +17,11 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import Benchmark, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import PAGE_SIZE, Workload, sets_past_the_cache
 from cp_shared_kv.testing.rank_process import RankContext
 
-RANKS = 2
 PREFIX_TOKENS = (1 << 13, 1 << 15, 1 << 17, 1 << 20)
 POOL_TOKENS = 1 << 18
 ROUNDS = 11

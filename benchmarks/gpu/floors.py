@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from benchmarks import Benchmark, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.rank import GpuRank, slowest
 from cp_shared_kv.kernels.pull_pages import pull_pages
 from cp_shared_kv.testing.rank_process import RankContext
 
-RANKS = 2
 NBYTES = 1 << 29
 PAGE_BYTES = 1 << 16
 ROUNDS = 11

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import PAGE_SIZE, Workload, sets_past_the_cache
 from cp_shared_kv.kernels.pull_pages import pull_pages
 from cp_shared_kv.kernels.push_pages import push_pages
 from cp_shared_kv.testing.rank_process import RankContext
 
-RANKS = 2
 PREFIX_TOKENS = (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20)
 POOL_TOKENS = 1 << 18
 """At least so many in the pool, so that a prefix is spread over more than its own pages."""

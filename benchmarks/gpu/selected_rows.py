@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import INDEX_TOPK, PAGE_SIZE, Workload
 from cp_shared_kv.kernels.pull_pages import pull_pages
@@ -23,7 +24,6 @@ from cp_shared_kv.kernels.select_rows import SelectedRows
 from cp_shared_kv.reads.page_sources import PageSources
 from cp_shared_kv.testing.rank_process import RankContext
 
-RANKS = 2
 PREFIX_TOKENS = (1 << 17, 1 << 20)
 NEW_TOKENS = 64
 WINDOWS, WINDOW_ROWS = 20, 512

@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.random_model import EXPERTS, LAYERS, SHAPE, random_transformer
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import PAGE_SIZE
@@ -36,7 +37,6 @@ from cp_shared_kv.testing.rank_process import RankContext
 if TYPE_CHECKING:
     from cp_shared_kv.testing.rank_pool import RankPool
 
-RANKS = 2
 PREFIX_TOKENS = (1 << 13, 1 << 15, 1 << 17, 1 << 19)
 NEW_TOKENS = (4096, 512)
 """Of both ranks together: a long question, and a short one, which leaves least to hide behind."""

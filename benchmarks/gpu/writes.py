@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
+from benchmarks.gpu import RANKS
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import INDEX, LATENT, PAGE_SIZE, ROPE, Workload
 from cp_shared_kv.layout.pages import LogicalLocs
@@ -20,7 +21,6 @@ from cp_shared_kv.memory.gpu_writes import store_index, store_latent
 from cp_shared_kv.memory.pool import WritePlan
 from cp_shared_kv.testing.rank_process import RankContext
 
-RANKS = 2
 NEW_TOKENS = (64, 512, 4096)
 """Tokens a rank computes: it owns as many of the whole chunk's."""
 POOL_TOKENS = 1 << 18
