@@ -40,10 +40,18 @@ class PullRowsReader:
         assert plan is not None, "begin comes first"
         page_size, first_row = self._latent.page_size, len(chunk_rows)
         prefix_slots = len(plan.logical_pages) * page_size
+        # A mark for each slot numbers them in a fraction of the time that sorting takes. What is
+        # no slot of a prefix marks the place past the last.
         in_prefix = (selected >= 0) & (selected < prefix_slots)
-        wanted = selected[in_prefix].unique()  # ascending, so owner after owner
-        places = torch.where(selected < 0, -1, selected - prefix_slots)
-        places[in_prefix] = first_row + torch.searchsorted(wanted, selected[in_prefix])
+        marks = torch.zeros(prefix_slots + 1, dtype=torch.bool)
+        marks[torch.where(in_prefix, selected, prefix_slots)] = True
+        wanted = marks[:prefix_slots].nonzero().flatten()  # ascending, so owner after owner
+        numbers = marks.cumsum(0)
+        places = torch.where(
+            in_prefix,
+            numbers[selected.clamp(0, prefix_slots)] + (first_row - 1),
+            (selected - prefix_slots).clamp(min=-1),
+        )
         self._rows[:first_row] = chunk_rows
         starts = torch.tensor(plan.owner_starts) * page_size
         bounds = torch.searchsorted(wanted, starts).tolist()
