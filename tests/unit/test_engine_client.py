@@ -529,25 +529,50 @@ def test_an_admitted_request_of_a_lost_group_ends_as_decode_says() -> None:
     with_restarts(test)
 
 
-def test_a_lost_decode_worker_fails_what_it_held_and_not_what_waits() -> None:
+def test_a_lost_decode_worker_fails_only_what_has_had_output() -> None:
     async def test(engine: Restarted) -> None:
-        held = asyncio.create_task(collect(engine, request("held")))
+        begun = asyncio.create_task(collect(engine, request("begun")))
         room = (await engine.next(Submit)).room
         await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+        await engine.decode.send(encode(Tokens(room=room, token_ids=[7])))
+        admitted = asyncio.create_task(collect(engine, request("admitted")))
+        second = await engine.next(Submit)
+        await engine.prefill.send(encode(Admitted(room=second.room, cached_tokens=0)))
         waits = asyncio.create_task(collect(engine, request("waits")))
-        first = await engine.next(Submit)
-        await asyncio.sleep(0.02)
+        third = await engine.next(Submit)
+        while not engine.client._rooms[room].delivered:
+            await asyncio.sleep(0.01)
         await engine.down(DECODE, "decode-0 was killed")
         with pytest.raises(EngineRefusal, match="decode-0 was killed") as refused:
-            await held
+            await begun
         assert refused.value.kind == "failed"
         back = engine._socket(engine.address, DECODE.next().identity)
         await back.send(encode(Registered()))
         await engine.prefill.send(encode(Paired(decode=str(DECODE.next()))))
-        again = await engine.next(Submit)
-        assert (first.decode, again.decode) == (str(DECODE), str(DECODE.next()))
-        waits.cancel()
+        again = [await engine.next(Submit) for _ in range(2)]
+        assert {one.token_ids for one in again} == {second.token_ids, third.token_ids}
+        assert {one.decode for one in again} == {str(DECODE.next())}
+        assert not {one.room for one in again} & {room, second.room, third.room}
+        for task in (admitted, waits):
+            task.cancel()
         back.close()
+
+    with_restarts(test)
+
+
+def test_a_request_under_which_three_lives_are_lost_is_given_up() -> None:
+    async def test(engine: Restarted) -> None:
+        output = asyncio.create_task(collect(engine, request()))
+        for turn in range(3):
+            room = (await engine.next(Submit)).room
+            await engine.prefill.send(encode(Admitted(room=room, cached_tokens=0)))
+            await engine.decode.send(
+                encode(RoomRefused(room=room, kind="unavailable", reason=f"loss {turn}"))
+            )
+        with pytest.raises(EngineRefusal, match=r"lost 3 times .* because loss 2") as refused:
+            await output
+        assert refused.value.kind == "failed"
+        assert engine.client._open == {}
 
     with_restarts(test)
 

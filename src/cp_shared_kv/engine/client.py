@@ -1,7 +1,7 @@
 """The engine as the server process reaches it: requests out, tokens and figures in, over zmq.
 
 Here sits the router: a request goes to a prefill group and a decode worker, and to others if one
-of them is lost before the prompt was admitted.
+of them is lost before the first token has come.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cp_shared_kv.engine.api import (
     Outcome,
     TokenChunk,
 )
-from cp_shared_kv.engine.client_room import ClientRoom, Lost, StillQueued, logprobs_of
+from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost, logprobs_of
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
 from cp_shared_kv.engine.figures import Figures
 from cp_shared_kv.engine.lives import Life
@@ -58,6 +58,9 @@ PING_SECONDS = 1.0
 HOLD_SECONDS = 60.0
 """How long a request may wait for a lost process to come back."""
 RETRY_SECONDS = 0.05
+MOST_LOSSES = 2
+"""So often a request that was admitted may begin again. Whose third process is lost under it may
+be what kills them."""
 OTHERS_SECONDS = 5.0
 """How long a start waits for the other pairs when one stands."""
 
@@ -108,11 +111,8 @@ class ClusterClient:
         self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
-        """Wait until every prefill group can send to every decode worker.
-
-        Once some pair stands, the others are waited for only a while: a server that was started
-        again serves by those that are there.
-        """
+        """Wait until every prefill group can send to every decode worker; once some pair stands,
+        for the others only a while: a server that was started again serves by those there are."""
         self._tasks.append(asyncio.create_task(self._receive()))
         self._tasks.append(asyncio.create_task(self._ping()))
         wanted = self._description.prefill_groups * self._description.decode_workers
@@ -144,6 +144,7 @@ class ClusterClient:
         tokens = np.asarray(request.prompt_token_ids, dtype=np.int64)
         keys = page_keys(tokens, self._description.page_size)
         give_up_seconds = time.monotonic() + HOLD_SECONDS
+        losses = 0
         while True:
             try:
                 route = await self._route(keys, len(tokens))
@@ -171,7 +172,15 @@ class ClusterClient:
                         self._open.pop(request.request_id, None)
                     yield chunk
                 return
-            except StillQueued as why:
+            except GoesElsewhere as why:
+                losses += room.admitted
+                if losses > MOST_LOSSES:
+                    self._open.pop(request.request_id, None)
+                    self._outcomes["failed"] += 1
+                    raise EngineRefusal(
+                        f"lost {losses} times on its way, the last time because {why}",
+                        kind="failed",
+                    ) from None
                 if time.monotonic() > give_up_seconds:
                     self._open.pop(request.request_id, None)
                     raise EngineRefusal(str(why), kind="unavailable") from None
@@ -207,44 +216,35 @@ class ClusterClient:
         except EngineRefusal as refusal:
             if refusal.kind != "unavailable":
                 raise
-            raise StillQueued(refusal.reason) from refusal  # it has just gone
+            raise GoesElsewhere(refusal.reason) from refusal  # it has just gone
 
     async def _chunks(self, number: int, room: ClientRoom) -> AsyncGenerator[TokenChunk, None]:
-        # Tokens come from decode and the cached count from prefill, on links without a common
-        # order: the first tokens wait for the count.
-        cached: int | None = None
-        early: list[Tokens] = []
         while True:
             message = await room.inbox.get()
             match message:
-                case Lost():
-                    if not room.admitted:
-                        raise StillQueued(message.reason)
+                case Lost() | RoomRefused(kind="unavailable"):
+                    if not room.delivered:
+                        raise GoesElsewhere(message.reason)
                     self._outcomes["failed"] += 1
                     raise EngineRefusal(message.reason, kind="failed")
                 case RoomRefused():
-                    if message.kind == "unavailable" and not room.admitted:
-                        raise StillQueued(message.reason)
                     refused = message.kind in ("too_long", "invalid", "overloaded")
                     self._outcomes["refused" if refused else "failed"] += 1
                     raise EngineRefusal(message.reason, kind=message.kind)
-                case Admitted():
-                    cached = message.cached_tokens
                 case Tokens():
                     self._router.prefilled(number)
-                    early.append(message)
-            if cached is None:
-                continue
-            for tokens in early:
+                case Admitted():
+                    pass
+            for tokens in room.in_order(message):
                 if tokens.finish_reason is not None:
                     aborted = tokens.finish_reason == "abort"
                     self._outcomes["aborted" if aborted else "finished"] += 1
+                room.delivered = True
                 yield TokenChunk(
-                    tokens.token_ids, tokens.finish_reason, cached, logprobs_of(tokens)
+                    tokens.token_ids, tokens.finish_reason, room.cached_tokens, logprobs_of(tokens)
                 )
                 if tokens.finish_reason is not None:
                     return
-            early.clear()
 
     async def abort(self, request_id: str, *, finished: bool = False) -> None:
         """Stop a request and free its pages; unknown ones are no error."""

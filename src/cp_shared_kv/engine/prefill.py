@@ -117,8 +117,8 @@ class PrefillController:
             self._to_server(Paired(decode=life))
 
     def decode_lost(self, life: Life, reason: str) -> None:
-        """A decode worker's process is gone, and its requests with it. Of those that were still
-        queued nothing is lost: the server sends them elsewhere."""
+        """A decode worker's process is gone, and its requests with it. The server sends those
+        elsewhere of which it has had no token yet."""
         peer = self._peers.pop(str(life), None)
         if peer is None:
             return
@@ -126,11 +126,9 @@ class PrefillController:
         for request in self.scheduler.requests():
             if request.decode is not peer:
                 continue
-            if request.logical_pages is None:
-                self.scheduler.abort(request.room, reason)
+            queued = request.logical_pages is None
+            if self.scheduler.abort(request.room, reason) is not None or queued:
                 self._to_server(RoomRefused(room=request.room, kind="unavailable", reason=reason))
-            elif self.scheduler.abort(request.room, reason) is not None:
-                self._refuse(request.room, reason)
         # Their rooms conclude at the ranks, which frees the pages here.
         self._to_ranks(DisconnectDecode(decode_epoch=peer.epoch, reason=reason))
 
