@@ -2,7 +2,9 @@
 
 Names under `sglang:` are those of SGLang, so that its dashboards and scripts work. Where SGLang
 means the tokens of one rank, these count logical tokens, those of the whole group. Names under
-`cpkv:` have no counterpart there. Every series carries `model_name` besides the labels below.
+`cpkv:` are our own; `nearest_sglang` and `nearest_vllm` say where others have the same thing, if
+they do. Every series carries `model_name` besides the labels below. docs/metrics.md and the Grafana
+dashboard take units and meanings from here.
 """
 
 from __future__ import annotations
@@ -23,27 +25,55 @@ class Metric:
     help: str
     labels: tuple[str, ...] = ()
     buckets: tuple[float, ...] = ()
+    nearest_sglang: str = ""
+    """What SGLang has instead, for a name of our own; empty where it has nothing."""
+    nearest_vllm: str = ""
+    """What vLLM has instead; empty where it has nothing."""
+
+    @property
+    def sglang(self) -> str:
+        """SGLang's name for this, or what it has instead, or nothing."""
+        return self.name if self.name.startswith("sglang:") else self.nearest_sglang
 
 
-def _gauge(name: str, unit: str, text: str, *labels: str) -> Metric:
-    return Metric(name, "gauge", unit, text, labels)
+def _gauge(
+    name: str, unit: str, text: str, *labels: str, sglang: str = "", vllm: str = ""
+) -> Metric:
+    return Metric(name, "gauge", unit, text, labels, (), sglang, vllm)
 
 
-def _counter(name: str, unit: str, text: str, *labels: str) -> Metric:
-    return Metric(name, "counter", unit, text, labels)
+def _counter(
+    name: str, unit: str, text: str, *labels: str, sglang: str = "", vllm: str = ""
+) -> Metric:
+    return Metric(name, "counter", unit, text, labels, (), sglang, vllm)
 
 
-def _histogram(name: str, unit: str, text: str, buckets: tuple[float, ...]) -> Metric:
-    return Metric(name, "histogram", unit, text, (), buckets)
+def _histogram(
+    name: str, unit: str, text: str, buckets: tuple[float, ...], vllm: str = ""
+) -> Metric:
+    return Metric(name, "histogram", unit, text, (), buckets, "", vllm)
 
 
 # Capacity and use of the prefill pool, in logical tokens ---------------------------------------
 
 MAX_TOTAL_NUM_TOKENS = _gauge(
-    "sglang:max_total_num_tokens", "tokens", "Logical KV tokens that the prefill groups hold."
+    "sglang:max_total_num_tokens",
+    "tokens",
+    "Logical KV tokens that the prefill groups hold.",
+    vllm="`num_gpu_blocks` * `block_size` of vllm:cache_config_info",
 )
-NUM_PAGES = _gauge("sglang:num_pages", "pages", "Logical KV pages that the prefill groups hold.")
-PAGE_SIZE = _gauge("sglang:page_size", "tokens", "Tokens of a KV page.")
+NUM_PAGES = _gauge(
+    "sglang:num_pages",
+    "pages",
+    "Logical KV pages that the prefill groups hold.",
+    vllm="`num_gpu_blocks` of vllm:cache_config_info",
+)
+PAGE_SIZE = _gauge(
+    "sglang:page_size",
+    "tokens",
+    "Tokens of a KV page.",
+    vllm="`block_size` of vllm:cache_config_info",
+)
 NUM_USED_TOKENS = _gauge(
     "sglang:num_used_tokens",
     "tokens",
@@ -60,15 +90,22 @@ KV_EVICTABLE_TOKENS = _gauge(
     "sglang:kv_evictable_tokens", "tokens", "Logical KV tokens of cached prefixes nobody uses."
 )
 TOKEN_USAGE = _gauge(
-    "sglang:token_usage", "ratio", "sglang:num_used_tokens / sglang:max_total_num_tokens, 0 to 1."
+    "sglang:token_usage",
+    "ratio",
+    "sglang:num_used_tokens / sglang:max_total_num_tokens, 0 to 1.",
+    vllm="vllm:kv_cache_usage_perc",
 )
 FULL_TOKEN_USAGE = _gauge(
-    "sglang:full_token_usage", "ratio", "The same figure as sglang:token_usage."
+    "sglang:full_token_usage",
+    "ratio",
+    "The same figure as sglang:token_usage.",
+    vllm="vllm:kv_cache_usage_perc",
 )
 CACHE_HIT_RATE = _gauge(
     "sglang:cache_hit_rate",
     "ratio",
     "Part of all prompt tokens since the start that were found in the prefix cache, 0 to 1.",
+    vllm="vllm:prefix_cache_hits_total / vllm:prefix_cache_queries_total",
 )
 KV_CACHE_MEMORY_USAGE_GB = _gauge(
     "sglang:kv_cache_memory_usage_gb",
@@ -77,7 +114,10 @@ KV_CACHE_MEMORY_USAGE_GB = _gauge(
     "cp_rank",
 )
 PHYSICAL_TOKENS_PER_RANK = _gauge(
-    "cpkv:physical_tokens_per_rank", "tokens", "Physical KV tokens that one rank holds."
+    "cpkv:physical_tokens_per_rank",
+    "tokens",
+    "Physical KV tokens that one rank holds.",
+    sglang="sglang:max_total_num_tokens of one rank of a sharded group",
 )
 CP_SIZE = _gauge("cpkv:cp_size", "ranks", "Ranks of a prefill context-parallel group.")
 PREFILL_GROUPS = _gauge("cpkv:prefill_groups", "groups", "Prefill groups of this server.")
@@ -95,6 +135,23 @@ OWNER_FREE_PAGES = _gauge(
     "Free logical pages that this rank owns.",
     "dp_rank",
     "cp_rank",
+    sglang="sglang:kv_available_tokens, without the owner",
+)
+OWNER_CACHED_PAGES = _gauge(
+    "cpkv:owner_cached_pages",
+    "pages",
+    "Logical pages that this rank owns and that hold cached prefixes nobody uses.",
+    "dp_rank",
+    "cp_rank",
+    sglang="sglang:kv_evictable_tokens, without the owner",
+)
+OWNER_LOCKED_PAGES = _gauge(
+    "cpkv:owner_locked_pages",
+    "pages",
+    "Logical pages that this rank owns and that requests or transfers use.",
+    "dp_rank",
+    "cp_rank",
+    sglang="sglang:kv_used_tokens, without the owner",
 )
 SCRATCH_BYTES = _gauge(
     "cpkv:scratch_bytes",
@@ -123,47 +180,78 @@ RESTARTS_TOTAL = _counter(
     "unit",
 )
 NUM_RUNNING_REQS = _gauge(
-    "sglang:num_running_reqs", "requests", "Requests in prefill, in transfer or in decode."
+    "sglang:num_running_reqs",
+    "requests",
+    "Requests in prefill, in transfer or in decode.",
+    vllm="vllm:num_requests_running",
 )
 NUM_QUEUE_REQS = _gauge(
-    "sglang:num_queue_reqs", "requests", "Requests not yet admitted to prefill."
+    "sglang:num_queue_reqs",
+    "requests",
+    "Requests not yet admitted to prefill.",
+    vllm="vllm:num_requests_waiting",
 )
 NUM_DECODE_PREALLOC_QUEUE_REQS = _gauge(
     "sglang:num_decode_prealloc_queue_reqs",
     "requests",
     "Requests for which the decode worker has no pages yet.",
 )
-PREFILL_REQS = _gauge("cpkv:prefill_reqs", "requests", "Requests in prefill or in transfer.")
+PREFILL_REQS = _gauge(
+    "cpkv:prefill_reqs",
+    "requests",
+    "Requests in prefill or in transfer.",
+    sglang="sglang:num_prefill_inflight_queue_reqs, of those in transfer",
+)
 DECODE_REQS = _gauge("cpkv:decode_reqs", "requests", "Requests in decode.")
 PROMPT_TOKENS_TOTAL = _counter(
-    "sglang:prompt_tokens_total", "tokens", "Prompt tokens of admitted requests."
+    "sglang:prompt_tokens_total",
+    "tokens",
+    "Prompt tokens of admitted requests.",
+    vllm="vllm:prompt_tokens_total, vllm:prefix_cache_queries_total",
 )
 CACHED_TOKENS_TOTAL = _counter(
     "sglang:cached_tokens_total",
     "tokens",
     "Prompt tokens found in the prefix cache.",
     "cache_source",
+    vllm="vllm:prefix_cache_hits_total",
 )
 GENERATION_TOKENS_TOTAL = _counter(
-    "sglang:generation_tokens_total", "tokens", "Output tokens generated."
+    "sglang:generation_tokens_total",
+    "tokens",
+    "Output tokens generated.",
+    vllm="vllm:generation_tokens_total",
 )
 EVICTED_TOKENS_TOTAL = _counter(
     "sglang:evicted_tokens_total", "tokens", "Logical KV tokens evicted from the prefix cache."
 )
 NUM_REQUESTS_TOTAL = _counter(
-    "sglang:num_requests_total", "requests", "Requests that reached the engine and are over."
+    "sglang:num_requests_total",
+    "requests",
+    "Requests that reached the engine and are over.",
+    vllm="vllm:request_success_total, of those that ended well",
 )
 NUM_ABORTED_REQUESTS_TOTAL = _counter(
-    "sglang:num_aborted_requests_total", "requests", "Requests whose client went away."
+    "sglang:num_aborted_requests_total",
+    "requests",
+    "Requests whose client went away.",
+    vllm="vllm:request_success_total with `finished_reason` abort",
 )
 REQUESTS_TOTAL = _counter(
-    "cpkv:requests_total", "requests", "Requests over, by how they ended.", "outcome"
+    "cpkv:requests_total",
+    "requests",
+    "Requests over, by how they ended.",
+    "outcome",
+    vllm="vllm:request_success_total by `finished_reason`",
 )
 
 # Transfer from prefill to decode ---------------------------------------------------------------
 
 NUM_TRANSFER_FAILED_REQS_TOTAL = _counter(
-    "sglang:num_transfer_failed_reqs_total", "requests", "Requests whose KV transfer failed."
+    "sglang:num_transfer_failed_reqs_total",
+    "requests",
+    "Requests whose KV transfer failed.",
+    vllm="vllm:nixl_num_failed_transfers_total",
 )
 SENT_PAGES_TOTAL = _counter(
     "cpkv:sent_pages_total", "pages", "KV pages this rank sent to decode.", "dp_rank", "cp_rank"
@@ -174,9 +262,23 @@ SENT_DESCRIPTORS_TOTAL = _counter(
     "Contiguous byte ranges that those pages were sent in.",
     "dp_rank",
     "cp_rank",
+    vllm="vllm:nixl_num_descriptors, its sum",
 )
 SENT_BYTES_TOTAL = _counter(
-    "cpkv:sent_bytes_total", "bytes", "KV bytes this rank sent to decode.", "dp_rank", "cp_rank"
+    "cpkv:sent_bytes_total",
+    "bytes",
+    "KV bytes this rank sent to decode.",
+    "dp_rank",
+    "cp_rank",
+    sglang="sglang:kv_transfer_total_mb, its sum",
+    vllm="vllm:nixl_bytes_transferred, its sum",
+)
+READ_BYTES_TOTAL = _counter(
+    "cpkv:read_bytes_total",
+    "bytes",
+    "Bytes of prefix pages that this rank copied into its scratch, its own pages among them.",
+    "dp_rank",
+    "cp_rank",
 )
 
 # What clients see ------------------------------------------------------------------------------
@@ -187,18 +289,21 @@ TIME_TO_FIRST_TOKEN_SECONDS = _histogram(
     "seconds",
     "From the request's arrival to its first output token.",
     _SECONDS,
+    vllm="vllm:time_to_first_token_seconds",
 )
 INTER_TOKEN_LATENCY_SECONDS = _histogram(
     "sglang:inter_token_latency_seconds",
     "seconds",
     "Between two output tokens of one request.",
     (0.002, 0.005, 0.01, 0.02, 0.03, 0.04, 0.06, 0.08, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
+    vllm="vllm:inter_token_latency_seconds",
 )
 E2E_REQUEST_LATENCY_SECONDS = _histogram(
     "sglang:e2e_request_latency_seconds",
     "seconds",
     "From the request's arrival to its last output token.",
     _SECONDS,
+    vllm="vllm:e2e_request_latency_seconds",
 )
 HTTP_RESPONSES_TOTAL = _counter(
     "cpkv:http_responses_total",

@@ -128,6 +128,7 @@ def prefill_stats(ticket: int) -> PrefillStats:
         sent_pages_total=[4, 5],
         sent_descriptors_total=[1, 2],
         sent_bytes_total=[10, 20],
+        read_bytes_total=[30, 40],
         scratch_bytes=[7, 7],
         failed_rooms_total=0,
     )

@@ -179,6 +179,8 @@ class PrefillGroupStats:
     sent_pages_total: Sequence[int]
     sent_descriptors_total: Sequence[int]
     sent_bytes_total: Sequence[int]
+    read_bytes_total: Sequence[int]
+    """Bytes of prefix pages that each rank has copied into its scratch."""
     scratch_bytes: Sequence[int]
     """Scratch that each rank holds now."""
 
@@ -197,6 +199,43 @@ class DecodeWorkerStats:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PoolPages:
+    """Pages of one pool by state: of a prefill group, or of a decode worker, which has one owner.
+
+    Lists run over the owners, then over ranges of `pages_per_bin` physical pages, from page 1 on;
+    the last range may be shorter. In each range free, cached and locked pages are all its pages.
+    """
+
+    unit: str
+    """`prefill-0`, `decode-0`."""
+    role: Literal["prefill", "decode"]
+    index: int
+    epoch: int
+    """The pool's: another one says that its unit has begun a new life."""
+    physical_pages: int
+    """Pages of each owner."""
+    pages_per_bin: int
+    free: Sequence[Sequence[int]]
+    cached: Sequence[Sequence[int]]
+    locked: Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnitState:
+    """How one prefill group or decode worker is."""
+
+    unit: str
+    """`prefill-0`, `decode-0`."""
+    life: int
+    """1 at first; each restart begins the next."""
+    up: bool
+    silent_seconds: float | None
+    """Since it last answered; None for one that is down."""
+    problems: Sequence[str]
+    """Why it is down, or what does not add up in its books."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineStats:
     """Figures of one moment. The properties are sums over all that answered."""
 
@@ -205,6 +244,9 @@ class EngineStats:
     requests_total: Mapping[Outcome, int]
     restarts_total: Mapping[str, int]
     """Lives that ended, by unit: `prefill-0`, `decode-0`."""
+    recent_prompt_tokens: int = 0
+    """Prompt tokens admitted in the last minute, and those of them found in the prefix cache."""
+    recent_cached_tokens: int = 0
 
     @property
     def available_tokens(self) -> int:

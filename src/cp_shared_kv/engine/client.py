@@ -13,6 +13,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -25,9 +26,11 @@ from cp_shared_kv.engine.api import (
     EngineStats,
     GenerateRequest,
     Outcome,
+    PoolPages,
     TokenChunk,
+    UnitState,
 )
-from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost, logprobs_of
+from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
 from cp_shared_kv.engine.figures import Figures
 from cp_shared_kv.engine.lives import Life
@@ -44,12 +47,16 @@ from cp_shared_kv.engine.messages import (
     RoomRefused,
     Submit,
     Tokens,
+    ToldPageMap,
 )
 from cp_shared_kv.engine.off_host import OffHostDoor
 from cp_shared_kv.engine.presence import Presence
+from cp_shared_kv.engine.recent_prompts import RecentPrompts
+from cp_shared_kv.engine.room_answers import token_chunks
 from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.engine.self_check import broken
+from cp_shared_kv.engine.unit_states import unit_states
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.codec import pack_int64
@@ -104,6 +111,7 @@ class ClusterClient:
         self._changed = asyncio.Condition()
         self._problems: dict[Life, list[str]] = {}
         self._figures = Figures(description.page_size, self._send)
+        self._recent = RecentPrompts()
         self._restarts: Counter[str] = Counter()
         self._outcomes: Counter[Outcome] = Counter(
             {"finished": 0, "aborted": 0, "failed": 0, "refused": 0}
@@ -167,7 +175,8 @@ class ClusterClient:
             )
             try:
                 await self._submit(route.group, submit)
-                async for chunk in self._chunks(number, room):
+                chunks = token_chunks(room, self._outcomes, partial(self._router.prefilled, number))
+                async for chunk in chunks:
                     if chunk.finish_reason is not None:
                         self._open.pop(request.request_id, None)
                     yield chunk
@@ -218,34 +227,6 @@ class ClusterClient:
                 raise
             raise GoesElsewhere(refusal.reason) from refusal  # it has just gone
 
-    async def _chunks(self, number: int, room: ClientRoom) -> AsyncGenerator[TokenChunk, None]:
-        while True:
-            message = await room.inbox.get()
-            match message:
-                case Lost() | RoomRefused(kind="unavailable"):
-                    if not room.delivered:
-                        raise GoesElsewhere(message.reason)
-                    self._outcomes["failed"] += 1
-                    raise EngineRefusal(message.reason, kind="failed")
-                case RoomRefused():
-                    refused = message.kind in ("too_long", "invalid", "overloaded")
-                    self._outcomes["refused" if refused else "failed"] += 1
-                    raise EngineRefusal(message.reason, kind=message.kind)
-                case Tokens():
-                    self._router.prefilled(number)
-                case Admitted():
-                    pass
-            for tokens in room.in_order(message):
-                if tokens.finish_reason is not None:
-                    aborted = tokens.finish_reason == "abort"
-                    self._outcomes["aborted" if aborted else "finished"] += 1
-                room.delivered = True
-                yield TokenChunk(
-                    tokens.token_ids, tokens.finish_reason, room.cached_tokens, logprobs_of(tokens)
-                )
-                if tokens.finish_reason is not None:
-                    return
-
     async def abort(self, request_id: str, *, finished: bool = False) -> None:
         """Stop a request and free its pages; unknown ones are no error."""
         number, route = self._open.pop(request_id, (0, None))
@@ -267,12 +248,25 @@ class ClusterClient:
     async def stats(self) -> EngineStats:
         """Figures of this moment, of every process that answers."""
         groups, workers = await self._figures.gather(self._presence.lives)
+        self._recent.observe(groups, time.monotonic())
+        recent_prompt_tokens, recent_cached_tokens = self._recent.tokens()
         return EngineStats(
             prefill=groups,
             decode=workers,
             requests_total=dict(self._outcomes),
             restarts_total=dict(self._restarts),
+            recent_prompt_tokens=recent_prompt_tokens,
+            recent_cached_tokens=recent_cached_tokens,
         )
+
+    async def page_maps(self, most_bins: int) -> list[PoolPages]:
+        """Pages of every pool whose owner answers, by owner, range and state."""
+        return await self._figures.page_maps(self._presence.lives, most_bins)
+
+    def units(self) -> list[UnitState]:
+        """How each prefill group and decode worker is."""
+        silent_seconds = self._presence.silent_seconds(time.monotonic())
+        return unit_states(silent_seconds, self._problems, self._lost, self._why_lost)
 
     async def flush_cache(self) -> int:
         """Drop every cached prefix that no request uses; returns how many logical pages."""
@@ -376,7 +370,7 @@ class ClusterClient:
                 self._to_room(sender, message)
             case Checked(ticket=0):
                 self._problems[sender] = message.problems
-            case PrefillStats() | DecodeStats() | Flushed() | Checked():
+            case PrefillStats() | DecodeStats() | ToldPageMap() | Flushed() | Checked():
                 self._figures.take(sender, message)
             case _:
                 pass

@@ -28,24 +28,6 @@ class ClientRoom:
     inbox: asyncio.Queue[Tokens | Admitted | RoomRefused | Lost] = field(
         default_factory=asyncio.Queue[Tokens | Admitted | RoomRefused | Lost]
     )
-    cached_tokens: int = 0
-    _counted: bool = False
-    _early: list[Tokens] = field(default_factory=list[Tokens])
-
-    def in_order(self, message: Admitted | Tokens) -> list[Tokens]:
-        """What can go to the caller now.
-
-        Tokens come from decode and the cached count from prefill, on links without a common order:
-        the first tokens wait for the count.
-        """
-        if isinstance(message, Admitted):
-            self.cached_tokens, self._counted = message.cached_tokens, True
-        else:
-            self._early.append(message)
-        if not self._counted:
-            return []
-        ready, self._early = self._early, []
-        return ready
 
 
 class GoesElsewhere(Exception):  # noqa: N818  (it never leaves the client)

@@ -20,6 +20,7 @@ from cp_shared_kv.engine.messages import (
     DisconnectDecode,
     Flush,
     Flushed,
+    PageMapRequest,
     Paired,
     PrefillStats,
     ProcessDown,
@@ -35,6 +36,7 @@ from cp_shared_kv.engine.messages import (
     StepDone,
     Submit,
     Tokens,
+    ToldPageMap,
 )
 from cp_shared_kv.engine.satellite_messages import (
     Condemned,
@@ -67,7 +69,7 @@ from cp_shared_kv.transfer.messages import (
 MAX_SATELLITE_BYTES = 1 << 18
 """The largest are the terms: a config, and the names of at most 64 lives."""
 
-FromServer = Submit | Cancel | StatsRequest | Flush | Check
+FromServer = Submit | Cancel | StatsRequest | PageMapRequest | Flush | Check
 ToServer = (
     Registered
     | Paired
@@ -76,6 +78,7 @@ ToServer = (
     | RoomRefused
     | PrefillStats
     | DecodeStats
+    | ToldPageMap
     | Flushed
     | Checked
 )

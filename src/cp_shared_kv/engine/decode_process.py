@@ -24,6 +24,7 @@ from cp_shared_kv.engine.messages import (
     Cancel,
     Check,
     Checked,
+    PageMapRequest,
     ProcessDown,
     ProcessUp,
     Registered,
@@ -31,6 +32,7 @@ from cp_shared_kv.engine.messages import (
 )
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, load_transformer
+from cp_shared_kv.engine.page_maps import told_page_map
 from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.readers import KVReads
 from cp_shared_kv.engine.recording import LogitsLog, MessageLog
@@ -103,8 +105,9 @@ class DecodeWorker:
         self.joined = JoinedWorker(spec, self.door) if spec.joined else None
         self.server: zmq.Socket[bytes] | None = None
         self._server_life: Life | None = None
+        self._logical_pool = LogicalPool(capacity, prefix_caching=not config.disable_radix_cache)
         self.engine = DecodeEngine(
-            LogicalPool(capacity, prefix_caching=not config.disable_radix_cache),
+            self._logical_pool,
             self._runner(None if record is None else record / "decode"),
             epoch=self._epoch,
             cp_size=limits.cp_size,
@@ -159,6 +162,8 @@ class DecodeWorker:
         match message:
             case StatsRequest():
                 self._to_server(self.engine.stats(message.ticket))
+            case PageMapRequest():
+                self._to_server(told_page_map(message, self._logical_pool, self._epoch))
             case Check():
                 problems = self.engine.problems(time.monotonic())
                 self._to_server(Checked(ticket=message.ticket, problems=problems))

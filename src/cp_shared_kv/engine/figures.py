@@ -6,7 +6,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
 
-from cp_shared_kv.engine.api import DecodeWorkerStats, EngineRefusal, PrefillGroupStats
+from cp_shared_kv.engine.api import DecodeWorkerStats, EngineRefusal, PoolPages, PrefillGroupStats
 from cp_shared_kv.engine.codecs import FromServer
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
@@ -15,9 +15,12 @@ from cp_shared_kv.engine.messages import (
     DecodeStats,
     Flush,
     Flushed,
+    PageMapRequest,
     PrefillStats,
     StatsRequest,
+    ToldPageMap,
 )
+from cp_shared_kv.engine.page_maps import pool_pages
 
 SILENCE_SECONDS = 10.0
 """A process that has not answered for so long gets no requests; a long batch takes less."""
@@ -25,7 +28,9 @@ FIGURES_SECONDS = 3.0
 """How long figures wait for a process that does not answer. The others answer all the while, and
 must be asked again before their own silence counts."""
 
-Answer = PrefillStats | DecodeStats | Flushed | Checked
+Answer = PrefillStats | DecodeStats | ToldPageMap | Flushed | Checked
+Question = Callable[[int], FromServer]
+"""Makes the question of a ticket."""
 
 
 class Figures:
@@ -40,7 +45,7 @@ class Figures:
         self, lives: list[Life]
     ) -> tuple[list[PrefillGroupStats], list[DecodeWorkerStats]]:
         """Figures of every process that answers. EngineRefusal if no pair of them does."""
-        told = await self._ask(lives, StatsRequest, FIGURES_SECONDS)
+        told = await self._ask(lives, lambda ticket: StatsRequest(ticket=ticket), FIGURES_SECONDS)
         groups = [
             group_stats(life, answer, self._page_size, self._totals)
             for life, answer in told
@@ -57,10 +62,22 @@ class Figures:
             )
         return groups, workers
 
+    async def page_maps(self, lives: list[Life], most_bins: int) -> list[PoolPages]:
+        """The page map of every pool whose owner answers, prefill groups first."""
+        told = await self._ask(
+            lives,
+            lambda ticket: PageMapRequest(ticket=ticket, most_bins=most_bins),
+            FIGURES_SECONDS,
+        )
+        pools = [
+            pool_pages(life, answer) for life, answer in told if isinstance(answer, ToldPageMap)
+        ]
+        return sorted(pools, key=lambda pool: (pool.role != "prefill", pool.index))
+
     async def flush(self, groups: list[Life]) -> int:
         """Have every group drop its unused prefixes; how many logical pages. EngineRefusal unless
         all answer."""
-        told = await self._ask(groups, Flush, SILENCE_SECONDS)
+        told = await self._ask(groups, lambda ticket: Flush(ticket=ticket), SILENCE_SECONDS)
         if len(told) < len(groups) or not groups:
             raise EngineRefusal(
                 f"no answer from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
@@ -69,11 +86,8 @@ class Figures:
 
     async def check(self, lives: list[Life]) -> dict[str, list[str]]:
         """What does not add up in the books of each process, by unit."""
-        told = {
-            life: answer.problems
-            for life, answer in await self._ask(lives, Check, SILENCE_SECONDS)
-            if isinstance(answer, Checked)
-        }
+        answers = await self._ask(lives, lambda ticket: Check(ticket=ticket), SILENCE_SECONDS)
+        told = {life: answer.problems for life, answer in answers if isinstance(answer, Checked)}
         silent = [f"no answer in {SILENCE_SECONDS:.0f} s"]
         return {life.unit: told.get(life, silent) for life in sorted(lives)}
 
@@ -87,16 +101,13 @@ class Figures:
         self._totals.lost(life)
 
     async def _ask(
-        self,
-        lives: list[Life],
-        question: type[StatsRequest | Flush | Check],
-        patience_seconds: float,
+        self, lives: list[Life], question: Question, patience_seconds: float
     ) -> list[tuple[Life, Answer]]:
         ticket, answers = self._tickets.open(sorted(lives))
         try:
             for life in answers:
                 try:
-                    await self._send(life, question(ticket=ticket))
+                    await self._send(life, question(ticket))
                 except EngineRefusal:
                     answers[life].cancel()  # it has just gone: the others answer all the same
             if answers:
@@ -176,6 +187,7 @@ def group_stats(
         counts[f"pages {rank}"] = told.sent_pages_total[rank]
         counts[f"descriptors {rank}"] = told.sent_descriptors_total[rank]
         counts[f"bytes {rank}"] = told.sent_bytes_total[rank]
+        counts[f"read {rank}"] = told.read_bytes_total[rank]
     total = totals.joined(life, counts)
     return PrefillGroupStats(
         index=life.index,
@@ -191,6 +203,7 @@ def group_stats(
         sent_pages_total=[total[f"pages {rank}"] for rank in range(ranks)],
         sent_descriptors_total=[total[f"descriptors {rank}"] for rank in range(ranks)],
         sent_bytes_total=[total[f"bytes {rank}"] for rank in range(ranks)],
+        read_bytes_total=[total[f"read {rank}"] for rank in range(ranks)],
         scratch_bytes=told.scratch_bytes,
     )
 

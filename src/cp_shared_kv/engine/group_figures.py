@@ -20,11 +20,13 @@ class GroupFigures:
         self._sent_descriptors = [0] * cp_size
         self._sent_bytes = [0] * cp_size
         self._scratch_bytes = [0] * cp_size
+        self._read_bytes = [0] * cp_size
         self.failed_rooms = 0
 
     def computed(self, message: BatchDone) -> None:
         """A rank has run a batch."""
         self._scratch_bytes[message.rank] = message.scratch_bytes
+        self._read_bytes[message.rank] = message.read_bytes_total
 
     def concluded(self, message: RoomConcluded) -> None:
         """A rank is through with a room; the last one's report is logged with all others."""
@@ -53,6 +55,7 @@ class GroupFigures:
             sent_pages_total=list(self._sent_pages),
             sent_descriptors_total=list(self._sent_descriptors),
             sent_bytes_total=list(self._sent_bytes),
+            read_bytes_total=list(self._read_bytes),
             scratch_bytes=list(self._scratch_bytes),
             failed_rooms_total=self.failed_rooms,
         )

@@ -15,6 +15,7 @@ from cp_shared_kv.engine.config import KVReader
 from cp_shared_kv.engine.lives import PATTERN
 from cp_shared_kv.transfer.messages import (
     INT64_MAX,
+    MAX_PAGE,
     Bytes,
     Count,
     Epoch,
@@ -31,6 +32,8 @@ LifeName = Annotated[str, Meta(pattern=rf"\A{PATTERN}\Z")]
 """A life as `str` gives it: whoever has decoded one may parse it."""
 Address = Annotated[str, Meta(min_length=1, max_length=200)]
 """Where a process is reached: `ipc://` within a host, `tcp://` from another."""
+MOST_BINS = 4096
+"""A page map has no more ranges than these."""
 OneRoomBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 """What one rank sends for one room: totals over a life stay far from the end of int64."""
 
@@ -62,6 +65,14 @@ class StatsRequest(_Message, frozen=True, kw_only=True, tag="stats_request"):
     """Asks for the figures of one process; `ticket` comes back with them."""
 
     ticket: Number
+
+
+class PageMapRequest(_Message, frozen=True, kw_only=True, tag="page_map_request"):
+    """Asks which pages of a pool are in which state; `ticket` comes back with the counts."""
+
+    ticket: Number
+    most_bins: Annotated[int, Meta(ge=1, le=MOST_BINS)]
+    """In so many ranges of physical pages an owner, or fewer."""
 
 
 class Flush(_Message, frozen=True, kw_only=True, tag="flush"):
@@ -136,6 +147,7 @@ class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
     sent_pages_total: list[Number]
     sent_descriptors_total: list[Number]
     sent_bytes_total: list[Number]
+    read_bytes_total: list[Number]
     scratch_bytes: list[Bytes]
     failed_rooms_total: Number
 
@@ -146,6 +158,7 @@ class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
                 self.sent_pages_total,
                 self.sent_descriptors_total,
                 self.sent_bytes_total,
+                self.read_bytes_total,
                 self.scratch_bytes,
             )
         }
@@ -164,6 +177,42 @@ class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
     generated_tokens_total: Number
     finished_total: Number
     failed_rooms_total: Number
+
+
+class ToldPageMap(_Message, frozen=True, kw_only=True, tag="page_map"):
+    """Pages of one pool by owner and range of physical pages; those in neither list are locked.
+
+    `epoch` is the pool's. Range b holds the physical pages b * `pages_per_bin` + 1 and on.
+    """
+
+    ticket: Number
+    epoch: Epoch
+    physical_pages: Annotated[int, Meta(ge=1, le=MAX_PAGE)]
+    pages_per_bin: Annotated[int, Meta(ge=1, le=MAX_PAGE)]
+    free: list[list[Count]]
+    cached: list[list[Count]]
+
+    def bin_sizes(self) -> list[int]:
+        """Pages of each range."""
+        starts = range(0, self.physical_pages, self.pages_per_bin)
+        return [min(self.pages_per_bin, self.physical_pages - start) for start in starts]
+
+    def __post_init__(self) -> None:
+        bins = -(-self.physical_pages // self.pages_per_bin)
+        if bins > MOST_BINS:
+            raise ValueError(f"a page map of {bins} ranges; allowed: at most {MOST_BINS}")
+        if len(self.free) != len(self.cached) or not self.free:
+            raise ValueError(
+                f"free pages of {len(self.free)} owners and cached pages of {len(self.cached)}; "
+                "allowed: as many, one or more"
+            )
+        sizes = self.bin_sizes()
+        for row in zip(self.free, self.cached, strict=True):
+            if any(len(counts) != bins for counts in row):
+                raise ValueError(f"an owner without counts for each of {bins} ranges")
+            for size, free, cached in zip(sizes, *row, strict=True):
+                if free + cached > size:
+                    raise ValueError(f"{free} free and {cached} cached of {size} pages")
 
 
 class Flushed(_Message, frozen=True, kw_only=True, tag="flushed"):
@@ -258,6 +307,8 @@ class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):
     batch_id: Count
     tokens: list[RoomToken]
     scratch_bytes: Bytes
+    read_bytes_total: Bytes = 0
+    """Of prefix pages copied into scratch since the start of the epoch."""
 
 
 class RoomConcluded(_Message, frozen=True, kw_only=True, tag="room_concluded"):

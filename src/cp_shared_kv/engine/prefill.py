@@ -13,7 +13,7 @@ import msgspec
 
 from cp_shared_kv.engine.api import EngineRefusal
 from cp_shared_kv.engine.batch import Batch
-from cp_shared_kv.engine.codecs import RECORDED
+from cp_shared_kv.engine.codecs import RECORDED, FromServer
 from cp_shared_kv.engine.group_figures import GroupFigures
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
@@ -25,6 +25,7 @@ from cp_shared_kv.engine.messages import (
     DisconnectDecode,
     Flush,
     Flushed,
+    PageMapRequest,
     Paired,
     RankState,
     Registered,
@@ -34,6 +35,7 @@ from cp_shared_kv.engine.messages import (
     StatsRequest,
     Submit,
 )
+from cp_shared_kv.engine.page_maps import told_page_map
 from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.rank_states import RankStates
 from cp_shared_kv.engine.recording import MessageLog
@@ -139,7 +141,7 @@ class PrefillController:
 
     # From the server --------------------------------------------------------------------------
 
-    def on_server(self, message: Submit | Cancel | StatsRequest | Flush | Check) -> None:
+    def on_server(self, message: FromServer) -> None:
         """A new prompt, a client gone, a question, or the cache is to go."""
         match message:
             case Submit():
@@ -148,6 +150,8 @@ class PrefillController:
                 self._abort(message.room, "the client went away")
             case StatsRequest():
                 self._to_server(self._figures.stats(message.ticket, self.scheduler))
+            case PageMapRequest():
+                self._to_server(told_page_map(message, self._pool, self._epoch))
             case Check():
                 self._to_server(Checked(ticket=message.ticket, problems=self.problems()))
             case Flush():

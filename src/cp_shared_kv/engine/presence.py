@@ -33,6 +33,10 @@ class Presence:
         """All are asked for a word."""
         self._asked_seconds = now_seconds
 
+    def silent_seconds(self, now_seconds: float) -> dict[Life, float]:
+        """How long ago each of them last said one."""
+        return {life: now_seconds - heard for life, heard in self._heard_seconds.items()}
+
     def known(self, pairs: Iterable[Route]) -> list[Route]:
         """The pairs of which both ends have said a word.
 

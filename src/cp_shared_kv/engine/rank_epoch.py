@@ -67,21 +67,20 @@ class RankEpoch:
             self._pools = RankPools.make_replicated(
                 model.pool_spec, configure.physical_pages, device
             )
-        reads = make_reader(
+        self._reads = make_reader(
             configure.kv_read,
             self._pools,
             group,
             configure.scratch_limit_bytes,
             spec.limits.kv_scratch_tokens,
         )
-        self._scratch = reads.scratch
         record = configure.record
         self._runner = ModelRunner(
             transformer,
             self._pools.pool,
             self._pools.layout,
             group,
-            reads,
+            self._reads,
             spec.engine_config().nsa_prefill_cp_mode,
             None if record is None else LogitsLog(Path(record) / f"rank{rank}"),
         )
@@ -145,7 +144,8 @@ class RankEpoch:
                     RoomToken(room=room, token_id=token.token_id, logprobs=token.logprobs)
                     for room, token in tokens.items()
                 ],
-                scratch_bytes=self._scratch.bytes_in_use,
+                scratch_bytes=self._reads.scratch.bytes_in_use,
+                read_bytes_total=self._reads.bytes_read,
             )
         )
         for part in batch.requests:

@@ -27,6 +27,12 @@ class KVReads(NamedTuple):
     scratch: Scratch
     sparse: SparseReads | None = None
 
+    @property
+    def bytes_read(self) -> int:
+        """Bytes copied from the pools of the group, this rank's own among them."""
+        rows = 0 if self.sparse is None else self.sparse.rows.bytes_read
+        return self.reader.bytes_read + rows
+
 
 def make_reader(
     kv_read: KVReader,

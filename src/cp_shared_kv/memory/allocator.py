@@ -51,6 +51,16 @@ class PageAllocator:
         """All free pages, ascending."""
         return LogicalPages(np.sort(self._page_of_slot[np.flatnonzero(self._is_free)]))
 
+    def free_by_place(self) -> npt.NDArray[np.bool_]:
+        """Whether the page is free, bool[N, P]: by owner and physical page, the first of them 1."""
+        return self._is_free.copy()
+
+    def by_place(self, logical_pages: LogicalPages) -> npt.NDArray[np.bool_]:
+        """bool[N, P] as `free_by_place`: the places of these pages. LayoutError as in `free`."""
+        places = np.zeros(self._is_free.shape, np.bool_)
+        places.reshape(-1)[self._slots_of(logical_pages)] = True
+        return places
+
     def draw(self, page_count: int, request_pages: LogicalPages | None = None) -> LogicalPages:
         """Take `page_count` free pages to follow `request_pages`, in the order of use.
 

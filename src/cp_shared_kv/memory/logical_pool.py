@@ -14,6 +14,7 @@ from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.checks import check_whole_number
 from cp_shared_kv.layout.pages import LogicalLocs, LogicalPages
 from cp_shared_kv.memory.allocator import PageAllocator
+from cp_shared_kv.memory.page_map import PageMap
 from cp_shared_kv.memory.prefix_cache import KeyRows, PrefixCache, RadixNode, key_rows
 from cp_shared_kv.memory.request_table import RequestTable
 
@@ -90,6 +91,18 @@ class LogicalPool:
     def free_pages_per_owner(self) -> npt.NDArray[np.int64]:
         """How many pages of each owner are available, i64[N]."""
         return self._allocator.free_pages_per_owner()
+
+    def page_map(self, most_bins: int) -> PageMap:
+        """Which pages are free, cached or locked now, by owner and range of physical pages.
+
+        At most `most_bins` ranges an owner; LayoutError below one. Takes time in proportion to the
+        pool.
+        """
+        return PageMap.of(
+            free=self._allocator.free_by_place(),
+            cached=self._allocator.by_place(self._cache.unlocked_pages()),
+            most_bins=most_bins,
+        )
 
     def match(self, page_keys: PageKeys) -> int:
         """How many leading pages of these keys are cached now. Nothing changes."""

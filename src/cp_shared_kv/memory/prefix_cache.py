@@ -186,6 +186,11 @@ class PrefixCache:
         runs = [node.pages for node in self.path(end)]
         return LogicalPages(np.concatenate(runs[::-1]) if runs else np.empty(0, np.int64))
 
+    def unlocked_pages(self) -> LogicalPages:
+        """The pages that could be evicted, in no order. Takes time in proportion to the tree."""
+        runs = [node.pages for node in self.nodes() if node.locks == 0]
+        return LogicalPages(np.concatenate(runs) if runs else np.empty(0, np.int64))
+
     def nodes(self) -> Iterator[RadixNode]:
         """Every node but the root, parents before children."""
         waiting = list(self._root.children.values())

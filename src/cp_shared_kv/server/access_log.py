@@ -26,8 +26,8 @@ CLIENT_GONE = 499
 
 _STATE_KEY = "request_record"
 _ACCEPTED_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
-_PROBED = frozenset({"/health", "/metrics"})
-"""Paths that monitors ask every few seconds: logged at DEBUG."""
+_PROBED = frozenset({"/health", "/metrics", "/dashboard/state"})
+"""Paths that monitors and open pages ask every few seconds: logged at DEBUG."""
 
 
 @dataclass

@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cp_shared_kv.server.api_error import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/metrics", "/openapi.json", "/docs"})
+OPEN_PATHS = frozenset({"/", "/health", "/metrics", "/openapi.json", "/docs"})
 """Paths that need no key: the two that monitors ask, as in SGLang, and what is the same on every
 server. /health_generate needs it, other than in SGLang, for it makes the engine work."""
 

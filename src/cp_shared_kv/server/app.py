@@ -19,6 +19,7 @@ from cp_shared_kv.server.api_key import ApiKey
 from cp_shared_kv.server.chat_completions import ChatCompletions
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.completions import Completions
+from cp_shared_kv.server.dashboard import Dashboard
 from cp_shared_kv.server.docs_page import docs_page
 from cp_shared_kv.server.drain import Drain, Gate
 from cp_shared_kv.server.engine_client import EngineClient
@@ -64,7 +65,10 @@ def create_app(
     defaults = defaults or GenerationDefaults()
     completions = Completions(answering, defaults)
     chat = ChatCompletions(answering, defaults, chat_template)
+    dashboard = Dashboard(client, description)
     routes = [
+        Route("/", dashboard.page),
+        Route("/dashboard/state", dashboard.state),
         Route("/v1/models", pages.models),
         Route("/v1/models/{model:path}", pages.model),
         Route("/v1/completions", completions.create, methods=["POST"]),

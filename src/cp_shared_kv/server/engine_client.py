@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
 
-from cp_shared_kv.engine.api import EngineDescription, EngineStats, GenerateRequest, TokenChunk
+from cp_shared_kv.engine.api import (
+    EngineDescription,
+    EngineStats,
+    GenerateRequest,
+    PoolPages,
+    TokenChunk,
+    UnitState,
+)
 
 
 class EngineClient(Protocol):
@@ -39,6 +46,15 @@ class EngineClient(Protocol):
 
     async def stats(self) -> EngineStats:
         """Figures of this moment."""
+        ...
+
+    async def page_maps(self, most_bins: int) -> Sequence[PoolPages]:
+        """Pages of every pool whose owner answers, by owner, state and range of physical pages, at
+        most `most_bins` ranges an owner."""
+        ...
+
+    def units(self) -> Sequence[UnitState]:
+        """How each prefill group and decode worker is. Must answer at once."""
         ...
 
     async def flush_cache(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import Metric as MetricFamily
 from prometheus_client.core import (
@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.registry import Collector
 
 from cp_shared_kv import telemetry
-from cp_shared_kv.engine.api import EngineDescription, EngineStats
+from cp_shared_kv.engine.api import EngineDescription, EngineStats, PoolPages
 from cp_shared_kv.telemetry import Metric
 
 CONTENT_TYPE = CONTENT_TYPE_PLAIN_0_0_4
@@ -71,15 +71,21 @@ class ServerMetrics:
 
 
 def render(
-    description: EngineDescription, stats: EngineStats | None, server: ServerMetrics, *, up: bool
+    description: EngineDescription,
+    stats: EngineStats | None,
+    pools: Sequence[PoolPages],
+    server: ServerMetrics,
+    *,
+    up: bool,
 ) -> bytes:
     """The whole page in Prometheus' text format. Without `stats` (the engine does not answer) the
-    families that need them are left out."""
+    families that need them are left out; `pools` are those that have told their pages."""
     series: dict[Metric, Series] = {
         telemetry.ENGINE_UP: {(): float(up)},
         telemetry.HTTP_RESPONSES_TOTAL: server.responses,
         **description_series(description),
         **(stats_series(description, stats) if stats is not None else {}),
+        **(pages_series(pools) if stats is not None else {}),
     }
     families = [
         _family(metric, values, description.model_name) for metric, values in series.items()
@@ -139,6 +145,24 @@ def stats_series(description: EngineDescription, stats: EngineStats) -> dict[Met
         telemetry.SENT_DESCRIPTORS_TOTAL: _by_rank(stats, "sent_descriptors_total"),
         telemetry.RESTARTS_TOTAL: {(unit,): n for unit, n in stats.restarts_total.items()},
         telemetry.SENT_BYTES_TOTAL: _by_rank(stats, "sent_bytes_total"),
+        telemetry.READ_BYTES_TOTAL: _by_rank(stats, "read_bytes_total"),
+    }
+
+
+def pages_series(pools: Sequence[PoolPages]) -> dict[Metric, Series]:
+    """Pages of the prefill groups by owner."""
+
+    def by_owner(state: str) -> Series:
+        return {
+            (str(pool.index), str(owner)): sum(counts)
+            for pool in pools
+            if pool.role == "prefill"
+            for owner, counts in enumerate(getattr(pool, state))
+        }
+
+    return {
+        telemetry.OWNER_CACHED_PAGES: by_owner("cached"),
+        telemetry.OWNER_LOCKED_PAGES: by_owner("locked"),
     }
 
 

@@ -10,6 +10,7 @@ import msgspec
 from cp_shared_kv.server.abort import AbortBody, Aborted
 from cp_shared_kv.server.chat_schema import ChatBody, ChatChunk, ChatCompletion
 from cp_shared_kv.server.completion_schema import Completion, CompletionBody
+from cp_shared_kv.server.dashboard_state import DashboardState
 from cp_shared_kv.server.loads import Loads
 from cp_shared_kv.server.openai_schema import Model, ModelList
 from cp_shared_kv.server.pages import Flushed, Health, Invariants
@@ -51,11 +52,13 @@ OPERATIONS = (
     ),
     Operation("post", "/flush_cache", "Drop cached prefixes that nobody uses", answer=Flushed),
     Operation("get", "/debug/invariants", "Every process checks its books now", answer=Invariants),
+    Operation("get", "/dashboard/state", "What the page at / shows", answer=DashboardState),
     Operation("get", "/server_info", "Settings, sizes and use of the engine"),
     Operation("get", "/get_server_info", "The same, by its older name"),
     Operation(
         "get", "/metrics", "Prometheus metrics, with --enable-metrics", media_type="text/plain"
     ),
+    Operation("get", "/", "Who owns which pages, live, as a page", media_type="text/html"),
     Operation("get", "/openapi.json", "This description"),
     Operation("get", "/docs", "This description as a page", media_type="text/html"),
 )
@@ -99,9 +102,9 @@ def openapi(version: str) -> dict[str, Any]:
         "info": {
             "title": "cp-shared-kv",
             "version": version,
-            "description": "An OpenAI-compatible server. Where --api-key is set, all but /health, "
-            "/metrics, /openapi.json and /docs need it. Requests may bring an x-request-id; every "
-            "answer has one.",
+            "description": "An OpenAI-compatible server. Where --api-key is set, all but the page "
+            "at /, /health, /metrics, /openapi.json and /docs need it. Requests may bring an "
+            "x-request-id; every answer has one.",
         },
         "paths": paths,
         "components": {

@@ -14,12 +14,12 @@ from starlette.responses import Response
 from cp_shared_kv.engine.api import (
     EngineDescription,
     EngineRefusal,
-    EngineStats,
     GenerateRequest,
     Sampling,
 )
 from cp_shared_kv.server.access_log import record_of
 from cp_shared_kv.server.api_error import STOPPING, ApiError
+from cp_shared_kv.server.current_figures import current_page_maps, current_stats
 from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation import RequestMeter, generate
@@ -28,8 +28,6 @@ from cp_shared_kv.server.metrics import CONTENT_TYPE, ServerMetrics, render
 from cp_shared_kv.server.openai_schema import Model, ModelList
 from cp_shared_kv.server.server_info import server_info
 
-STATS_TIMEOUT_SECONDS = 5.0
-"""An engine that takes longer to give its figures counts as not answering."""
 HEALTH_GENERATE_SECONDS = 20.0
 """As in SGLang: a token that takes longer counts as none."""
 
@@ -123,7 +121,7 @@ class Pages:
 
     async def loads(self, _request: Request) -> Response:
         """GET /v1/loads."""
-        stats = await self._stats()
+        stats = await current_stats(self._client)
         if stats is None:
             raise _no_answer()
         return _json(loads(self._description, stats))
@@ -147,7 +145,7 @@ class Pages:
 
     async def server_info(self, _request: Request) -> Response:
         """GET /server_info."""
-        return _json(server_info(self._description, await self._stats()))
+        return _json(server_info(self._description, await current_stats(self._client)))
 
     async def metrics(self, _request: Request) -> Response:
         """GET /metrics, where they were asked for at the start."""
@@ -155,16 +153,12 @@ class Pages:
             raise ApiError(
                 404, "metrics are off; start the server with --enable-metrics", code="metrics_off"
             )
-        stats = await self._stats()
+        stats, pools = await asyncio.gather(
+            current_stats(self._client), current_page_maps(self._client, most_bins=1)
+        )
         up = stats is not None and self._client.healthy()[0]
-        page = render(self._description, stats, self._metrics, up=up)
+        page = render(self._description, stats, pools, self._metrics, up=up)
         return Response(page, headers={"content-type": CONTENT_TYPE})
-
-    async def _stats(self) -> EngineStats | None:
-        try:
-            return await asyncio.wait_for(self._client.stats(), STATS_TIMEOUT_SECONDS)
-        except (EngineRefusal, TimeoutError):
-            return None
 
 
 def _no_answer() -> ApiError:

@@ -78,6 +78,7 @@ def _ranks(description: EngineDescription, stats: EngineStats) -> list[dict[str,
             "sent_pages": group.sent_pages_total,
             "sent_descriptors": group.sent_descriptors_total,
             "sent_bytes": group.sent_bytes_total,
+            "read_bytes": group.read_bytes_total,
             "scratch_bytes": group.scratch_bytes,
         }
         ranks += [

@@ -20,9 +20,11 @@ from cp_shared_kv.engine.api import (
     EngineRefusal,
     EngineStats,
     GenerateRequest,
+    PoolPages,
     PrefillGroupStats,
     TokenChunk,
     TokenLogprobs,
+    UnitState,
 )
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.chat_template import ChatTemplate
@@ -68,6 +70,7 @@ STATS = EngineStats(
             sent_pages_total=(4, 3, 3, 2),
             sent_descriptors_total=(8, 6, 6, 4),
             sent_bytes_total=(4000, 3000, 3000, 2000),
+            read_bytes_total=(100, 200, 300, 400),
             scratch_bytes=(10, 20, 30, 40),
         )
     ],
@@ -85,6 +88,35 @@ STATS = EngineStats(
     restarts_total={"decode-0": 1},
 )
 
+
+POOLS = [
+    PoolPages(
+        unit="prefill-0",
+        role="prefill",
+        index=0,
+        epoch=2**60 + 1,
+        physical_pages=2,
+        pages_per_bin=1,
+        free=[[1, 0], [0, 1], [0, 1], [0, 0]],
+        cached=[[0, 1], [0, 0], [0, 0], [1, 0]],
+        locked=[[0, 0], [1, 0], [1, 0], [0, 1]],
+    ),
+    PoolPages(
+        unit="decode-0",
+        role="decode",
+        index=0,
+        epoch=2**60 + 2,
+        physical_pages=12,
+        pages_per_bin=6,
+        free=[[1, 6]],
+        cached=[[0, 0]],
+        locked=[[5, 0]],
+    ),
+]
+UNITS = [
+    UnitState(unit="prefill-0", life=1, up=True, silent_seconds=0.5, problems=[]),
+    UnitState(unit="decode-0", life=2, up=False, silent_seconds=None, problems=["it was killed"]),
+]
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}\n{% endfor %}"
@@ -117,6 +149,8 @@ class FakeEngine:
         self.health = (True, "ok")
         self.problems: dict[str, list[str]] = {"prefill-0": [], "decode-0": []}
         self.current_stats: EngineStats | None = STATS
+        self.pools = POOLS
+        self.most_bins = 0
         self.requests: list[GenerateRequest] = []
         self.started = threading.Event()
         self.stalled = threading.Event()
@@ -190,6 +224,15 @@ class FakeEngine:
         if self.current_stats is None:
             raise EngineRefusal("the engine does not answer", kind="unavailable")
         return self.current_stats
+
+    async def page_maps(self, most_bins: int) -> list[PoolPages]:
+        if self.current_stats is None:
+            raise EngineRefusal("the engine does not answer", kind="unavailable")
+        self.most_bins = most_bins
+        return self.pools
+
+    def units(self) -> list[UnitState]:
+        return UNITS
 
     def healthy(self) -> tuple[bool, str]:
         return self.health

@@ -67,13 +67,22 @@ def test_the_scheme_is_read_in_any_case(guarded):
     assert httpx.get(f"{guarded[0].url}/v1/models", headers=headers).status_code == 200
 
 
-@pytest.mark.parametrize("path", ["/health", "/metrics", "/openapi.json", "/docs"])
+@pytest.mark.parametrize("path", ["/", "/health", "/metrics", "/openapi.json", "/docs"])
 def test_paths_that_are_open(guarded, path):
     assert httpx.get(guarded[0].url + path).status_code == 200
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/models", "/server_info", "/v1/loads", "/health_generate", "/no/such", "/health/"]
+    "path",
+    [
+        "/v1/models",
+        "/server_info",
+        "/dashboard/state",
+        "/v1/loads",
+        "/health_generate",
+        "/no/such",
+        "/health/",
+    ],
 )
 def test_all_others_are_not(guarded, path):
     assert httpx.get(guarded[0].url + path).status_code == 401

@@ -171,7 +171,8 @@ def test_an_unknown_model_is_not_found(client):
 
 def test_unknown_paths_and_methods(http):
     error_of(http.get("/v1/nothing"), 404)
-    error_of(http.post("/"), 404)
+    error_of(http.post("/"), 405)
+    error_of(http.post("/nothing"), 404)
     response = http.get("/v1/completions")
     error_of(response, 405)
     assert response.headers["allow"] == "POST"
