@@ -229,7 +229,7 @@ NUM_REQUESTS_TOTAL = _counter(
     "sglang:num_requests_total",
     "requests",
     "Requests that reached the engine and are over.",
-    vllm="vllm:request_success_total, of those that ended well",
+    vllm="vllm:request_success_total over each `finished_reason`",
 )
 NUM_ABORTED_REQUESTS_TOTAL = _counter(
     "sglang:num_aborted_requests_total",
@@ -315,3 +315,28 @@ HTTP_RESPONSES_TOTAL = _counter(
 
 CATALOGUE: tuple[Metric, ...] = tuple(v for v in globals().values() if isinstance(v, Metric))
 """Every metric, in the order of this page."""
+
+_FIRST_OF_SECTION = {
+    "Capacity and use of the prefill pools": MAX_TOTAL_NUM_TOKENS,
+    "Requests": ENGINE_UP,
+    "Transfer to decode, and reads of the prefix": NUM_TRANSFER_FAILED_REQS_TOTAL,
+    "What clients see": TIME_TO_FIRST_TOKEN_SECONDS,
+}
+_STARTS = [*(CATALOGUE.index(metric) for metric in _FIRST_OF_SECTION.values()), len(CATALOGUE)]
+SECTIONS: dict[str, tuple[Metric, ...]] = {
+    title: CATALOGUE[start:stop]
+    for title, start, stop in zip(_FIRST_OF_SECTION, _STARTS, _STARTS[1:], strict=False)
+}
+"""The same by subject."""
+
+LABELS = {
+    "model_name": "the served model's name; on every series",
+    "dp_rank": "number of the prefill group, from 0; SGLang's word for a replica",
+    "cp_rank": "rank in its group, from 0; the owner of pages that are counted by owner",
+    "cache_source": "where a prefix was found; `device` alone",
+    "outcome": "`finished`, `aborted`, `failed` or `refused`",
+    "unit": "`prefill-0`, `decode-0` and so on",
+    "path": "of the HTTP request; `other` for paths that do not exist",
+    "status": "HTTP status; 499 is a client that went away",
+}
+"""What each label says."""
