@@ -18,6 +18,8 @@ from playwright.sync_api import Browser, Page, expect
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
 
+pytestmark = pytest.mark.browser
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 TEXT = (ROOT / "LICENSE").read_text()

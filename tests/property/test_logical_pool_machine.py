@@ -292,6 +292,14 @@ class LogicalPoolMachine(RuleBasedStateMachine):
         for page in model.free:
             free[model.owner(page)] += 1
         assert pool.free_pages_per_owner().tolist() == free
+        cached = [0] * model.cp_size
+        for prompt in model.unlocked():
+            cached[model.owner(model.cached[prompt].page)] += 1
+        for most_bins in (1, 3):
+            pages = pool.page_map(most_bins)
+            assert pages.free.sum(axis=1).tolist() == free
+            assert pages.cached.sum(axis=1).tolist() == cached
+            assert pages.locked.sum() == pool.locked_pages
         # Every cached prefix is found and, as its number of pages is right too, nothing else.
         for prompt in model.cached:
             assert pool.match(self.keys((*prompt, 9))) == len(prompt)

@@ -18,7 +18,13 @@ import zmq.asyncio
 from cp_shared_kv.engine import client as client_module
 from cp_shared_kv.engine import figures as figures_module
 from cp_shared_kv.engine import presence as presence_module
-from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, TokenChunk
+from cp_shared_kv.engine.api import (
+    EngineDescription,
+    EngineRefusal,
+    EngineStats,
+    GenerateRequest,
+    TokenChunk,
+)
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.figures import SILENCE_SECONDS
@@ -31,6 +37,7 @@ from cp_shared_kv.engine.messages import (
     DecodeStats,
     Flush,
     Flushed,
+    PageMapRequest,
     Paired,
     PrefillStats,
     ProcessDown,
@@ -39,6 +46,7 @@ from cp_shared_kv.engine.messages import (
     StatsRequest,
     Submit,
     Tokens,
+    ToldPageMap,
 )
 from cp_shared_kv.transfer.codec import unpack_int64
 
@@ -420,6 +428,68 @@ def test_a_flush_that_is_not_answered_is_unavailable(monkeypatch: pytest.MonkeyP
     with_engine(test)
 
 
+def test_page_maps_come_from_every_pool_prefill_groups_first() -> None:
+    async def test(engine: Engine) -> None:
+        asking = asyncio.create_task(engine.client.page_maps(3))
+        asked = await engine.next(PageMapRequest)
+        assert asked.most_bins == 3
+        told = {"ticket": asked.ticket, "physical_pages": 5, "pages_per_bin": 2}
+        await engine.decode.send(
+            encode(ToldPageMap(**told, epoch=2**62, free=[[2, 2, 1]], cached=[[0, 0, 0]]))
+        )
+        await engine.prefill.send(
+            encode(
+                ToldPageMap(
+                    **told, epoch=7, free=[[2, 0, 0], [0, 1, 1]], cached=[[0, 2, 0], [1, 1, 0]]
+                )
+            )
+        )
+        group, worker = await asking
+        assert (group.unit, group.role, group.epoch) == ("prefill-0", "prefill", 7)
+        assert (group.physical_pages, group.pages_per_bin) == (5, 2)
+        assert group.free == [[2, 0, 0], [0, 1, 1]]
+        assert group.cached == [[0, 2, 0], [1, 1, 0]]
+        assert group.locked == [[0, 0, 1], [1, 0, 0]]
+        assert (worker.unit, worker.role, worker.epoch) == ("decode-0", "decode", 2**62)
+        assert worker.locked == [[0, 0, 0]]
+
+    with_engine(test)
+
+
+def test_a_pool_whose_owner_is_silent_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(figures_module, "FIGURES_SECONDS", 0.05)
+
+    async def test(engine: Engine) -> None:
+        assert await engine.client.page_maps(3) == []
+
+    with_engine(test)
+
+
+def test_the_prompts_of_late_are_what_has_been_added_since_the_first_figures() -> None:
+    async def told(engine: Engine, prompt: int, cached: int) -> EngineStats:
+        asked = asyncio.create_task(engine.client.stats())
+        while not asked.done():  # other questions, pings, may come before it
+            ticket = (await engine.next(StatsRequest)).ticket
+            stats = prefill_stats(ticket)
+            await engine.prefill.send(
+                encode(
+                    msgspec.structs.replace(
+                        stats, prompt_tokens_total=prompt, cached_tokens_total=cached
+                    )
+                )
+            )
+            await engine.decode.send(encode(decode_stats(ticket)))
+            await asyncio.sleep(0.02)
+        return await asked
+
+    async def test(engine: Engine) -> None:
+        await told(engine, 30, 8)
+        stats = await told(engine, 50, 24)
+        assert (stats.recent_prompt_tokens, stats.recent_cached_tokens) == (20, 16)
+
+    with_engine(test)
+
+
 # Processes come and go ---------------------------------------------------------------------------
 
 
@@ -506,6 +576,31 @@ def test_a_queued_request_goes_to_the_next_life_of_its_group() -> None:
         )
         assert await output == [TokenChunk([7], "stop", 0)]
         assert engine.client.healthy() == (True, "ok")
+        back.close()
+
+    with_restarts(test)
+
+
+def test_units_tell_their_lives_and_why_one_is_down() -> None:
+    async def test(engine: Restarted) -> None:
+        group, worker = engine.client.units()
+        assert (group.unit, group.life, group.up, group.problems) == ("prefill-0", 1, True, [])
+        assert (worker.unit, worker.life, worker.up) == ("decode-0", 1, True)
+        assert group.silent_seconds is not None
+        await engine.prefill.send(encode(Checked(ticket=0, problems=["page 7 has two owners"])))
+        while not engine.client.units()[0].problems:
+            await asyncio.sleep(0.01)
+        assert engine.client.units()[0].problems == ["page 7 has two owners"]
+        await engine.down(GROUP)
+        group, worker = engine.client.units()
+        assert (group.unit, group.life, group.up) == ("prefill-0", 1, False)
+        assert (group.silent_seconds, group.problems) == (None, ["it was killed"])
+        assert worker.up
+        back = await engine.group_is_back()
+        while not engine.client.units()[0].up:
+            await asyncio.sleep(0.01)
+        group, _ = engine.client.units()
+        assert (group.unit, group.life, group.problems) == ("prefill-0", 2, [])
         back.close()
 
     with_restarts(test)

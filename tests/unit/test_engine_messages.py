@@ -8,14 +8,16 @@ import msgspec
 import pytest
 
 from cp_shared_kv.engine import codecs
-from cp_shared_kv.engine.codecs import FROM_RANK, TO_SERVER, encode
+from cp_shared_kv.engine.codecs import FROM_RANK, FROM_SERVER, TO_SERVER, encode
 from cp_shared_kv.engine.messages import (
+    PageMapRequest,
     Paired,
     PrefillStats,
     RoomConcluded,
     RoomRefused,
     StatsRequest,
     Tokens,
+    ToldPageMap,
 )
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.testing.example_messages import ENGINE_MESSAGES, TRANSFER_MESSAGES
@@ -104,7 +106,36 @@ def test_no_name_gets_in_that_is_no_lifes(name: str) -> None:
         TO_SERVER.decode(encode(Paired(decode=name)))
 
 
-@pytest.mark.parametrize("column", ["sent_pages_total", "sent_bytes_total", "scratch_bytes"])
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"free": []}, "free pages of 0 owners and cached pages of 2"),
+        ({"free": [], "cached": []}, "free pages of 0 owners"),
+        ({"free": [[2, 1], [0, 0, 1]]}, "without counts for each of 3 ranges"),
+        ({"pages_per_bin": 1}, "without counts for each of 5 ranges"),
+        ({"free": [[2, 2, 0], [0, 0, 1]]}, "2 free and 1 cached of 2 pages"),
+        ({"free": [[2, 1, 2], [0, 0, 1]]}, "2 free and 0 cached of 1 pages"),
+        ({"physical_pages": 1 << 40}, "ranges; allowed: at most"),
+        ({"pages_per_bin": 0}, "pages_per_bin"),
+    ],
+)
+def test_a_page_map_that_contradicts_itself_is_refused(change: dict, why: str) -> None:
+    told = next(m for m in ENGINE_MESSAGES if isinstance(m, ToldPageMap))
+    raw = msgspec.msgpack.decode(encode(told)) | change
+    with pytest.raises(ProtocolError, match=why):
+        TO_SERVER.decode(msgspec.msgpack.encode(raw))
+
+
+@pytest.mark.parametrize("most_bins", [0, -1, 4097])
+def test_a_page_map_of_no_range_or_of_too_many_is_not_asked_for(most_bins: int) -> None:
+    raw = msgspec.msgpack.decode(encode(PageMapRequest(ticket=1, most_bins=8)))
+    with pytest.raises(ProtocolError, match="most_bins"):
+        FROM_SERVER.decode(msgspec.msgpack.encode(raw | {"most_bins": most_bins}))
+
+
+@pytest.mark.parametrize(
+    "column", ["sent_pages_total", "sent_bytes_total", "read_bytes_total", "scratch_bytes"]
+)
 def test_figures_of_ranks_come_for_all_of_them(column: str) -> None:
     stats = next(m for m in ENGINE_MESSAGES if isinstance(m, PrefillStats))
     raw = msgspec.msgpack.decode(encode(stats)) | {column: [1]}

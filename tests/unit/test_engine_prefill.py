@@ -26,6 +26,7 @@ from cp_shared_kv.engine.messages import (
     DisconnectDecode,
     Flush,
     Flushed,
+    PageMapRequest,
     Paired,
     PrefillStats,
     RankState,
@@ -35,6 +36,7 @@ from cp_shared_kv.engine.messages import (
     RoomToken,
     StatsRequest,
     Submit,
+    ToldPageMap,
 )
 from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.prefill import PrefillController
@@ -169,6 +171,7 @@ class Controller:
                 batch_id=batch.batch_id,
                 tokens=[RoomToken(room=room, token_id=token) for room, token in tokens],
                 scratch_bytes=10 * (rank + 1),
+                read_bytes_total=1000 * (rank + 1),
             )
         )
 
@@ -382,6 +385,7 @@ def test_the_figures_are_those_of_the_pool_and_the_ranks() -> None:
     assert stats.sent_descriptors_total == [3, 3]
     assert stats.sent_bytes_total == [100, 101]
     assert stats.scratch_bytes == [10, 20]
+    assert stats.read_bytes_total == [1000, 2000]
     assert stats.failed_rooms_total == 0
 
 
@@ -723,6 +727,24 @@ def test_a_flush_drops_what_no_request_uses_and_tells_how_much() -> None:
     assert group.stats().cached_tokens == 0
     group.controller.on_server(Flush(ticket=10))
     assert group.taken(Flushed) == [Flushed(ticket=10, pages=0)]
+
+
+def test_a_page_map_tells_each_owners_pages_by_state() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=8)
+    for rank in range(CP_SIZE):
+        group.done(batch, rank)
+        group.conclude(1, rank)
+    group.start(2, tokens=5)  # on a cached page of the first request, and one more
+    group.controller.on_server(PageMapRequest(ticket=4, most_bins=2))
+    (told,) = group.taken(ToldPageMap)
+    assert (told.ticket, told.epoch) == (4, EPOCH)
+    assert (told.physical_pages, told.pages_per_bin) == (5, 3)
+    stats = group.stats()
+    assert [sum(row) for row in told.free] == stats.free_pages_per_owner
+    assert sum(map(sum, told.cached)) * PAGE_SIZE == stats.cached_tokens == 4
+    held = 2 * 5 - sum(map(sum, told.free)) - sum(map(sum, told.cached))
+    assert held * PAGE_SIZE == stats.locked_tokens == 8
 
 
 def test_a_full_queue_refuses_the_next_request_and_takes_one_when_there_is_room() -> None:

@@ -45,3 +45,9 @@ def test_time_that_goes_by_without_a_question_is_nobodys_silence() -> None:
 def test_silence_is_that_of_the_pair_that_was_heard_last() -> None:
     who = presence(group=80.0, decode=50.0, other=70.0)
     assert who.silence(PAIRS, 100.0) == "the engine has not answered for 30 s"
+
+
+def test_how_long_each_has_been_silent_is_told_of_those_that_live() -> None:
+    who = presence(group=99.0, decode=90.0, other=1.0)
+    who.lost(OTHER)
+    assert who.silent_seconds(100.0) == {GROUP: 1.0, DECODE: 10.0}

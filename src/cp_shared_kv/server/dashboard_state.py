@@ -20,7 +20,7 @@ from cp_shared_kv.engine.api import (
 )
 from cp_shared_kv.server.metrics import cache_hit_rate
 
-MOST_CELLS = 3072
+MOST_CELLS = 2304
 """Ranges of pages that one answer counts, over all owners: this keeps it below 64 KiB."""
 MOST_CELLS_A_ROW = 256
 
