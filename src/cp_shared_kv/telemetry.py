@@ -276,7 +276,7 @@ SENT_BYTES_TOTAL = _counter(
 READ_BYTES_TOTAL = _counter(
     "cpkv:read_bytes_total",
     "bytes",
-    "Bytes of prefix pages that this rank copied into its scratch, its own pages among them.",
+    "Bytes of prefixes that this rank copied into its scratch, those of its own pages among them.",
     "dp_rank",
     "cp_rank",
 )

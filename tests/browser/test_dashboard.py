@@ -6,6 +6,7 @@ With CPKV_SCREENSHOTS=1 the pictures in docs are taken anew; else nothing is wri
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -69,7 +70,7 @@ def _config(**changes: Any) -> EngineConfig:
     values = {
         "attention_context_parallel_size": CP_SIZE,
         "max_total_tokens": PHYSICAL_TOKENS,
-        "decode_max_total_tokens": 16384,
+        "decode_max_total_tokens": 20480,  # 320 pages: two a square
         "chunked_prefill_size": 1024,
     }
     return small_config(**(values | changes))
@@ -81,6 +82,12 @@ def state_of(cluster: Running) -> dict[str, Any]:
 
 def heat_map(page: Page) -> dict[str, list[dict[str, Any]]]:
     return {pool["unit"]: pool["owners"] for pool in page.evaluate(READ_MAP)}
+
+
+def only(cell: tuple[int, int, int]) -> str | None:
+    """The colour of a square whose pages are all in one state."""
+    colours = ("var(--locked)", "var(--cached)", "var(--free)")
+    return next((c for c, n in zip(colours, cell, strict=True) if n == sum(cell)), None)
 
 
 def number(page: Page, name: str) -> int:
@@ -136,8 +143,11 @@ def test_the_squares_are_those_of_the_state_and_add_up_to_the_pools(
             assert sum(map(sum, cells)) == told[unit]["physical_pages"]
             for kind in ("locked", "cached", "free"):
                 assert owner[kind] == sum(counts[kind])
-            painted = {"var(--locked)", "var(--cached)", "var(--free)"}
-            assert set(owner["painted"]) <= painted
+            for cell, painted in zip(cells, owner["painted"], strict=True):
+                assert painted == only(cell) or painted.startswith("linear-gradient("), cell
+                assert (only(cell) is None) == painted.startswith("linear-gradient("), cell
+    assert told["prefill-0"]["pages_per_bin"] == 1
+    assert told["decode-0"]["pages_per_bin"] == 2
 
 
 def test_the_figures_are_those_of_server_info(served: Running, page: Page) -> None:
@@ -151,6 +161,7 @@ def test_the_figures_are_those_of_server_info(served: Running, page: Page) -> No
     assert number(page, "prompt-tokens") == totals["prompt_tokens"]
     assert number(page, "cached-prompt-tokens") == totals["cached_tokens"]
     assert number(page, "generated") == totals["generated_tokens"]
+    assert page.locator("#recent-hit-rate").inner_text().endswith("%")
     assert page.locator("#hit-rate").inner_text() == f"{100 * usage['cache_hit_rate']:.1f}%"
     owners = heat_map(page)["prefill-0"]
     for kind, tokens in (("cached", "evictable_tokens"), ("free", "available_tokens")):
@@ -207,6 +218,32 @@ def test_the_page_fetches_nothing_but_itself_and_its_figures(served: Running, pa
     assert asked == {served.url + "/", served.url + "/dashboard/state"}
 
 
+def test_an_engine_that_is_not_healthy_is_named_with_the_reason(
+    served: Running, page: Page
+) -> None:
+    told = state_of(served)
+    opened(page, served)
+    told |= {"healthy": False, "reason": "prefill-0: page 7 has two owners", "usage": None}
+    told["units"][0] |= {"up": False, "silent_seconds": None, "problems": ["<b>killed</b>"]}
+    page.route("**/dashboard/state", lambda route: route.fulfill(json=told))
+    expect(page.locator("#banner")).to_have_text(
+        "The engine is not healthy: prefill-0: page 7 has two owners", timeout=PATIENCE_MS
+    )
+    first = page.locator("#units tbody tr").first
+    expect(first.locator("td.down")).to_have_text("down")
+    expect(first).to_contain_text("<b>killed</b>")  # as text, not as markup
+    page.unroute("**/dashboard/state")
+    expect(page.locator("#status-text")).to_contain_text("live", timeout=PATIENCE_MS)
+    expect(page.locator("#banner")).to_be_hidden()
+
+
+def test_a_proxy_without_a_server_behind_it_is_no_figure(served: Running, page: Page) -> None:
+    opened(page, served)
+    page.route("**/dashboard/state", lambda route: route.fulfill(status=502, body="no"))
+    banner = page.locator("#banner")
+    expect(banner).to_contain_text("The server answered with status 502.", timeout=PATIENCE_MS)
+
+
 def test_it_asks_for_the_key_says_when_it_is_wrong_and_when_the_server_is_gone(
     guarded: Running, page: Page
 ) -> None:
@@ -228,6 +265,10 @@ def test_it_asks_for_the_key_says_when_it_is_wrong_and_when_the_server_is_gone(
     page.reload()  # the tab still has it
     expect(page.locator("#status-text")).to_contain_text("live", timeout=PATIENCE_MS)
 
+    os.kill(guarded.cluster.pid("decode-0"), signal.SIGKILL)
+    decode = page.locator("#units tbody tr").nth(1)
+    expect(decode).to_contain_text("decode-0up2", timeout=PATIENCE_MS)  # its second life
+
     guarded.cluster.stop()
     expect(banner).to_contain_text("The server does not answer.", timeout=PATIENCE_MS)
     expect(banner).to_contain_text("The figures below are those of ")
@@ -238,10 +279,13 @@ def test_it_asks_for_the_key_says_when_it_is_wrong_and_when_the_server_is_gone(
     os.environ.get("CPKV_SCREENSHOTS") != "1", reason="CPKV_SCREENSHOTS=1 takes docs/dashboard*.png"
 )
 def test_pictures_for_the_documents(served: Running, page: Page) -> None:
-    for start in (0, 500):
-        ask(served, TEXT[start : start + 3000], max_tokens=20)
-    ask(served, TEXT[:5000], max_tokens=20)
+    httpx.post(f"{served.url}/flush_cache", trust_env=False).raise_for_status()
     opened(page, served)
+    for start, length in ((0, 2500), (700, 2000), (0, 3500), (0, 4500), (4000, 1500)):
+        ask(served, TEXT[start : start + length], max_tokens=40)
+        # The page is to have seen it before the next, for its curves.
+        text = page.locator("#status-text").inner_text()
+        expect(page.locator("#status-text")).not_to_have_text(text, timeout=PATIENCE_MS)
     asking = [
         threading.Thread(target=ask, args=(served, TEXT[start : start + 5500], 150))
         for start in (5500, 0)

@@ -56,6 +56,7 @@ def answers(guarded: Running) -> list[httpx.Response]:
         *(
             ("GET", path, None)
             for path in (
+                "/dashboard/state",
                 "/metrics",
                 "/server_info",
                 "/v1/loads",

@@ -180,7 +180,7 @@ class PrefillGroupStats:
     sent_descriptors_total: Sequence[int]
     sent_bytes_total: Sequence[int]
     read_bytes_total: Sequence[int]
-    """Bytes of prefix pages that each rank has copied into its scratch."""
+    """Bytes of prefixes that each rank has copied into its scratch."""
     scratch_bytes: Sequence[int]
     """Scratch that each rank holds now."""
 

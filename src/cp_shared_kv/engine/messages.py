@@ -308,7 +308,7 @@ class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):
     tokens: list[RoomToken]
     scratch_bytes: Bytes
     read_bytes_total: Bytes = 0
-    """Of prefix pages copied into scratch since the start of the epoch."""
+    """Of prefixes, copied into scratch since the start of the epoch."""
 
 
 class RoomConcluded(_Message, frozen=True, kw_only=True, tag="room_concluded"):

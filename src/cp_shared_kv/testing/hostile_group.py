@@ -33,6 +33,7 @@ from cp_shared_kv.engine.messages import (
     Cancel,
     Check,
     Flush,
+    PageMapRequest,
     RankState,
     RoomConcluded,
     StatsRequest,
@@ -278,7 +279,14 @@ class HostileGroup:
                 self._put("server", end, Cancel(room=room))
 
     def _ask(self) -> None:
-        question = self._chance.choice((StatsRequest(ticket=1), Flush(ticket=2), Check(ticket=3)))
+        question = self._chance.choice(
+            (
+                StatsRequest(ticket=1),
+                Flush(ticket=2),
+                Check(ticket=3),
+                PageMapRequest(ticket=5, most_bins=4),
+            )
+        )
         self._put("server", "controller", question)
         self._put("server", "decode", StatsRequest(ticket=4))
 

@@ -12,6 +12,7 @@ let before = null, lastAnswer = "", cursor = null;
 
 const say = (id, text) => { $(id).textContent = text; };
 const count = (id, value) => { say(id, whole.format(value)); };
+const pace = (value) => (value < 100 ? value.toFixed(1) : whole.format(Math.round(value)));
 const percent = (part) => `${(100 * part).toFixed(1)}%`;
 
 function bytes(value) {
@@ -150,8 +151,8 @@ function renderUsage(usage, capacity, ranks) {
     sent: ranks.reduce((sum, rank) => sum + rank.sent_bytes_total, 0),
   };
   const rate = (name) => (before ? Math.max(0, now[name] - before[name]) / (now.seconds - before.seconds) : 0);
-  say("prompt-rate", rate("prompt").toFixed(1));
-  say("output-rate", rate("output").toFixed(1));
+  say("prompt-rate", pace(rate("prompt")));
+  say("output-rate", pace(rate("output")));
   say("transfer-rate", `${bytes(rate("sent"))}/s`);
   draw("use", tokens.locked / total, 1);
   draw("hit", usage.recent_cache_hit_rate ?? 0, 1);
