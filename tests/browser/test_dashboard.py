@@ -55,10 +55,9 @@ def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.fixture
 def guarded(browser: Browser, tmp_path: Path) -> Iterator[Running]:
-    """A server that asks for a key; one rank, and the test may stop it."""
+    """A server that asks for a key, of two ranks with every page on each; the test may stop it."""
     config = _config(
-        attention_context_parallel_size=1,
-        enable_nsa_prefill_context_parallel=False,
+        attention_context_parallel_size=2,
         enable_nsa_prefill_cp_shared_kv=False,
         api_key=API_KEY,
     )
@@ -259,7 +258,8 @@ def test_it_asks_for_the_key_says_when_it_is_wrong_and_when_the_server_is_gone(
     key.press("Enter")
     expect(page.locator("#status-text")).to_contain_text("live", timeout=PATIENCE_MS)
     expect(page.locator("#key-form")).to_be_hidden()
-    assert heat_map(page)["prefill-0"][0]["free"] == PAGES_A_RANK
+    (owner,) = heat_map(page)["prefill-0"]
+    assert (owner["name"], owner["free"]) == ("each rank", PAGES_A_RANK)
     assert API_KEY not in page.content()
     assert page.evaluate("localStorage.length") == 0
     page.reload()  # the tab still has it
@@ -286,10 +286,9 @@ def test_pictures_for_the_documents(served: Running, page: Page) -> None:
         # The page is to have seen it before the next, for its curves.
         text = page.locator("#status-text").inner_text()
         expect(page.locator("#status-text")).not_to_have_text(text, timeout=PATIENCE_MS)
-    asking = [
-        threading.Thread(target=ask, args=(served, TEXT[start : start + 5500], 150))
-        for start in (5500, 0)
-    ]
+    # More than the pool holds at once, so that some wait: over many of the page's questions.
+    prompts = [TEXT[:5500], *(f"{number} {TEXT[:6500]}" for number in range(5))]
+    asking = [threading.Thread(target=ask, args=(served, prompt, 60)) for prompt in prompts]
     for thread in asking:
         thread.start()
     expect(page.locator("#used-tokens")).not_to_have_text("0", timeout=PATIENCE_MS)

@@ -85,6 +85,9 @@ def test_figures_per_rank(http):
         1,
         0,
     ]
+    for rank, (cached, locked) in enumerate([(1, 0), (0, 1), (0, 1), (1, 1)]):
+        assert have[f"cpkv:owner_cached_pages{{cp_rank={rank},dp_rank=0}}"] == cached
+        assert have[f"cpkv:owner_locked_pages{{cp_rank={rank},dp_rank=0}}"] == locked
     assert have["sglang:kv_cache_memory_usage_gb{cp_rank=3}"] == 3 / 1024
 
 
@@ -121,6 +124,7 @@ def test_figures_per_rank(http):
         ("cpkv:sent_pages_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_pages"),
         ("cpkv:sent_descriptors_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_descriptors"),
         ("cpkv:sent_bytes_total{cp_rank=2,dp_rank=0}", "ranks.2.sent_bytes"),
+        ("cpkv:read_bytes_total{cp_rank=2,dp_rank=0}", "ranks.2.read_bytes"),
         ("cpkv:owner_free_pages{cp_rank=3,dp_rank=0}", "ranks.3.free_pages"),
         ("cpkv:scratch_bytes{cp_rank=3,dp_rank=0}", "ranks.3.scratch_bytes"),
     ],

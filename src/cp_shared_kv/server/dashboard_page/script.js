@@ -6,7 +6,7 @@ const WORDS = { locked: "in use", cached: "cached", free: "free" };
 const $ = (id) => document.getElementById(id);
 const whole = new Intl.NumberFormat("en-US");
 const series = {};
-let before = null, lastAnswer = "", cursor = null;
+let before = null, lastAnswer = "", cursor = null, replicated = false;
 
 // Text and numbers ------------------------------------------------------------------------------
 
@@ -36,7 +36,6 @@ function show(status, text, problem = "") {
   if ($("status-text").textContent !== text) say("status-text", text);
   if ($("banner").textContent !== problem) say("banner", problem);
   $("banner").hidden = !problem;
-  $("figures").classList.toggle("stale", status === "unreachable");
 }
 
 function askForKey(problem) {
@@ -49,6 +48,7 @@ function askForKey(problem) {
 function unreachable(why) {
   const since = lastAnswer ? ` The figures below are those of ${lastAnswer}.` : "";
   show("unreachable", "not connected", `${why}${since} Trying again every ${POLL_MS / 1000} seconds.`);
+  $("figures").classList.add("stale");
   before = null;
 }
 
@@ -78,6 +78,7 @@ async function poll() {
   render(state);
   if (state.healthy) show("live", `live, ${lastAnswer}`);
   else show("unwell", "not healthy", `The engine is not healthy: ${state.reason}`);
+  $("figures").classList.toggle("stale", !state.usage);
 }
 
 let timer = 0, polling = false;
@@ -104,6 +105,7 @@ document.addEventListener("visibilitychange", () => { if (!document.hidden && $(
 
 function render(state) {
   const { capacity, usage } = state;
+  replicated = capacity.shard_policy === "replicated" && capacity.cp_size > 1;
   say("served", `${state.model_name}, version ${state.version}`);
   document.title = `${state.model_name} - cp-shared-kv`;
   const groups = capacity.prefill_groups > 1 ? `${capacity.prefill_groups} groups of ` : "";
@@ -184,7 +186,8 @@ function draw(name, value, top = 0) {
 
 // The heat map ----------------------------------------------------------------------------------
 
-const ownerName = (pool, owner) => (pool.role === "prefill" ? `rank ${owner}` : "its pool");
+// Where every rank keeps every page there is one owner of them all.
+const ownerName = (pool, owner) => (pool.role !== "prefill" ? "its pool" : replicated ? "each rank" : `rank ${owner}`);
 
 function renderPools(pools, capacity) {
   const home = $("pools");
