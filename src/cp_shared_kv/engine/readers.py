@@ -29,9 +29,13 @@ class KVReads(NamedTuple):
 
     @property
     def bytes_read(self) -> int:
-        """Bytes copied from the pools of the group, this rank's own among them."""
-        rows = 0 if self.sparse is None else self.sparse.rows.bytes_read
-        return self.reader.bytes_read + rows
+        """Bytes copied from the pools of the group, this rank's own among them.
+
+        Without rows that a GPU has selected by itself: the host never learns how many.
+        """
+        rows = None if self.sparse is None else self.sparse.rows
+        selected = rows.bytes_read if isinstance(rows, PullRowsReader) else 0
+        return self.reader.bytes_read + selected
 
 
 def make_reader(

@@ -76,11 +76,6 @@ class WholePrefix:
 class RowReader(Protocol):
     """Brings single rows of latent KV out of their owners' pools, each once."""
 
-    @property
-    def bytes_read(self) -> int:
-        """The bytes of the rows read since the start."""
-        ...
-
     def begin(self, plan: ReadPlan, most_rows: int) -> None:
         """Prepare for one forward pass. Not collective: a page reader's `begin` lines the ranks up.
 
