@@ -138,7 +138,10 @@ def test_the_log_says_so(http, engine, caplog):
         answer = clients.submit(http.post, "/v1/completions", json=BODY | {"rid": "logged"})
         abort_as_soon_as_it_is_there(http, rid="logged")
         answer.result()
-    assert '"finish_reason": "abort"' in caplog.text
+    deadline = time.monotonic() + 10  # the line is written when the answer has gone out
+    while '"finish_reason": "abort"' not in caplog.text:
+        assert time.monotonic() < deadline, caplog.text
+        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(
