@@ -32,8 +32,8 @@ class AnswerFormat(Protocol):
         """What a stream tells of one piece of one choice; may be nothing."""
         ...
 
-    def usage_event(self, usage: Usage) -> bytes:
-        """What ends a stream with usage."""
+    def usage_events(self, usage: Usage) -> Iterator[bytes]:
+        """What ends a stream with usage; may be nothing."""
         ...
 
 

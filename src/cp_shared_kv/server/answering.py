@@ -35,14 +35,15 @@ from cp_shared_kv.server.under_way import AnswerEnd, AnswersUnderWay
 
 @dataclass(frozen=True)
 class Asked:
-    """One request as its API has understood it. `prompt_param` is the field to name when the
-    prompt is at fault."""
+    """One request as its API has understood it. `prompt_param` and `min_tokens_param` are the
+    fields to name when these are at fault."""
 
     call: GenerationCall
     token_ids: list[int]
     answer: AnswerFormat
     default_max_tokens: int
     prompt_param: str
+    min_tokens_param: str = "min_tokens"
 
 
 Understand = Callable[[bytes], Awaitable[Asked]]
@@ -50,7 +51,7 @@ Understand = Callable[[bytes], Awaitable[Asked]]
 
 @dataclass(frozen=True)
 class Answering:
-    """What both APIs share: the engine, its limits, and the way from one to the other."""
+    """What the APIs share: the engine, its limits, and the way from one to the other."""
 
     client: EngineClient
     tokenizer: Tokenizer
@@ -130,7 +131,7 @@ class Answering:
         token_ids, param, call = asked.token_ids, asked.prompt_param, asked.call
         if not token_ids:
             raise ApiError(400, f"{param} has no tokens; allowed: at least one", param=param)
-        self.limits.check_token_ids(token_ids)
+        self.limits.check_token_ids(token_ids, param)
         try:
             # A default that is less than min_tokens would leave no number to generate.
             default = max(asked.default_max_tokens, call.sampling.min_tokens)
@@ -140,9 +141,9 @@ class Answering:
         if call.sampling.min_tokens > max_tokens:
             raise ApiError(
                 400,
-                f"min_tokens is {call.sampling.min_tokens}; allowed: at most {max_tokens}, for "
-                "which a prompt of this length leaves room",
-                param="min_tokens",
+                f"{asked.min_tokens_param} is {call.sampling.min_tokens}; allowed: at most "
+                f"{max_tokens}, for which a prompt of this length leaves room",
+                param=asked.min_tokens_param,
             )
         return max_tokens
 
@@ -156,8 +157,11 @@ async def _whole(
     async with aclosing(pieces):
         async for index, piece in pieces:
             texts[index].append(piece.text)
-            whole[index].tokens += piece.tokens
-            whole[index].finish_reason = piece.finish_reason
+            choice = whole[index]
+            choice.tokens += piece.tokens
+            choice.token_ids += piece.token_ids
+            choice.logprobs += piece.logprobs
+            choice.finish_reason, choice.matched = piece.finish_reason, piece.matched
     for choice, text in zip(whole, texts, strict=True):
         choice.text = "".join(text)
     return Response(answer.whole(whole, counts.usage()), media_type="application/json")

@@ -25,6 +25,7 @@ from cp_shared_kv.server.drain import Drain, Gate
 from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation_defaults import GenerationDefaults
 from cp_shared_kv.server.metrics import ServerMetrics
+from cp_shared_kv.server.native_generate import NativeGenerate
 from cp_shared_kv.server.openapi import openapi
 from cp_shared_kv.server.pages import Pages
 from cp_shared_kv.server.request_limits import RequestLimits
@@ -66,6 +67,7 @@ def create_app(
     completions = Completions(answering, defaults)
     chat = ChatCompletions(answering, defaults, chat_template)
     dashboard = Dashboard(client, description)
+    native = NativeGenerate(answering, defaults)
     routes = [
         Route("/", dashboard.page),
         Route("/dashboard/state", dashboard.state),
@@ -73,6 +75,7 @@ def create_app(
         Route("/v1/models/{model:path}", pages.model),
         Route("/v1/completions", completions.create, methods=["POST"]),
         Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/generate", native.create, methods=["POST"]),
         Route("/v1/loads", pages.loads),
         Route("/health", pages.health),
         Route("/health_generate", pages.health_generate),
@@ -81,6 +84,8 @@ def create_app(
         Route("/debug/invariants", pages.invariants),
         Route("/server_info", pages.server_info),
         Route("/get_server_info", pages.server_info),  # its older name in SGLang
+        Route("/model_info", pages.model_info),
+        Route("/get_model_info", pages.model_info),  # likewise
         Route("/metrics", pages.metrics),
         *_description_routes(description.version),
     ]

@@ -71,9 +71,9 @@ class ChatFormat:
             end = ChunkChoice(index=index, delta=Delta(), finish_reason=piece.finish_reason)
             yield self._chunk([end], usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
+    def usage_events(self, usage: Usage) -> Iterator[bytes]:
         """A chunk without choices."""
-        return self._chunk([], usage)
+        yield self._chunk([], usage)
 
     def _chunk(self, choices: list[ChunkChoice], usage: ShownUsage) -> bytes:
         head = self._head

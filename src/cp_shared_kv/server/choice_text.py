@@ -23,11 +23,18 @@ class ShownToken:
 @dataclass(slots=True)
 class Piece:
     """The next part of a choice, or all of it. Tokens are those whose text begins in it, when
-    log-probabilities were asked for."""
+    log-probabilities were asked for.
+
+    `token_ids` and `logprobs` are the engine's own, with tokens that are not shown; `matched` is
+    the token id or the stop string at which the text ended.
+    """
 
     text: str = ""
     tokens: list[ShownToken] = field(default_factory=list[ShownToken])
     finish_reason: ShownFinishReason | None = None
+    token_ids: list[int] = field(default_factory=list[int])
+    logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
+    matched: int | str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.text or self.tokens or self.finish_reason)
@@ -60,8 +67,18 @@ class ChoiceText:
         """The part of the text that these tokens make certain."""
         token_ids = chunk.token_ids
         ended = chunk.finish_reason == "stop" and token_ids
+        ending: int | None = None
         if ended and token_ids[-1] in self._ending_token_ids:
+            ending = token_ids[-1]
             token_ids = token_ids[:-1]
+        piece = self._shown_of(token_ids, chunk)
+        piece.token_ids += chunk.token_ids
+        piece.logprobs += chunk.logprobs or ()
+        if piece.finish_reason == "stop":
+            piece.matched = ending if self._matcher.matched is None else self._matcher.matched
+        return piece
+
+    def _shown_of(self, token_ids: Sequence[int], chunk: TokenChunk) -> Piece:
         text: list[str] = []
         for at, token_id in enumerate(token_ids):
             if chunk.logprobs is not None:

@@ -49,9 +49,9 @@ class CompletionFormat:
         if text or piece:
             yield self._completion([self._choice(index, piece, text)], usage)
 
-    def usage_event(self, usage: Usage) -> bytes:
+    def usage_events(self, usage: Usage) -> Iterator[bytes]:
         """A chunk without choices."""
-        return self._completion([], usage)
+        yield self._completion([], usage)
 
     def _completion(self, choices: list[CompletionChoice], usage: ShownUsage) -> bytes:
         head = self._head

@@ -43,7 +43,7 @@ class Completions:
             echo = prompt if fields.echo else ""
         else:
             token_ids = prompt
-            self.answering.limits.check_token_ids(token_ids)
+            self.answering.limits.check_token_ids(token_ids, "prompt")
             if fields.echo:
                 echo = await asyncio.to_thread(tokenizer.decode, token_ids)
         answer = CompletionFormat(

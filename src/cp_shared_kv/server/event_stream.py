@@ -97,7 +97,8 @@ class EventStream(Response):
             yield failure.body()
             return
         if self._include_usage:
-            yield self._answer.usage_event(self._counts.usage())
+            for event in self._answer.usage_events(self._counts.usage()):
+                yield event
         yield b"[DONE]"
 
     def _chunk_usage(self) -> ShownUsage:

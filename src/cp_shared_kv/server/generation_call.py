@@ -30,7 +30,6 @@ _BOUNDED = (
     "presence_penalty",
     "frequency_penalty",
     "n",
-    "min_tokens",
     "timeout",
 )
 
@@ -70,14 +69,8 @@ def checked_call(
     """Check everything that can be checked without the prompt. Raises `ApiError` (400)."""
     for name in _BOUNDED:
         check_bounds(name, getattr(fields, name))
-    max_tokens = _max_tokens(fields)
-    if fields.min_tokens and max_tokens is not None and fields.min_tokens > max_tokens:
-        raise ApiError(
-            400,
-            f"min_tokens is {fields.min_tokens}; allowed: at most max_tokens, which is "
-            f"{max_tokens}",
-            param="min_tokens",
-        )
+    max_name, max_tokens = _max_tokens(fields)
+    check_output_tokens(("min_tokens", fields.min_tokens), (max_name, max_tokens))
     check_neutral(
         fields,
         {
@@ -120,6 +113,22 @@ def check_bounds(name: str, value: float | None) -> None:
     allowed = None if value is None else out_of_bounds(name, value)
     if allowed is not None:
         raise ApiError(400, f"{name} is {value}; allowed: {allowed}", param=name)
+
+
+def check_output_tokens(least: tuple[str, int | None], most: tuple[str, int | None]) -> None:
+    """Refuse (400) a least number of output tokens that is out of bounds or above the most, and a
+    most below 1. Each comes with the name of its field; None is not given."""
+    (min_name, min_tokens), (max_name, max_tokens) = least, most
+    if min_tokens is not None and (allowed := out_of_bounds("min_tokens", min_tokens)):
+        raise ApiError(400, f"{min_name} is {min_tokens}; allowed: {allowed}", param=min_name)
+    if max_tokens is not None and max_tokens < 1:
+        raise ApiError(400, f"{max_name} is {max_tokens}; allowed: 1 or more", param=max_name)
+    if min_tokens and max_tokens is not None and min_tokens > max_tokens:
+        raise ApiError(
+            400,
+            f"{min_name} is {min_tokens}; allowed: at most {max_name}, which is {max_tokens}",
+            param=min_name,
+        )
 
 
 def check_neutral(fields: object, neutral: Mapping[str, tuple[Any, str]]) -> None:
@@ -226,16 +235,14 @@ def _check_count(name: str, count: int, most: int) -> None:
         raise ApiError(400, f"{name} has {count} entries; allowed: up to {most}", param=name)
 
 
-def _max_tokens(fields: GenerationFields) -> int | None:
+def _max_tokens(fields: GenerationFields) -> tuple[str, int | None]:
+    """By which of its names it was given, and how many."""
     given = {"max_tokens": fields.max_tokens, "max_completion_tokens": fields.max_completion_tokens}
     named = {name: value for name, value in given.items() if value is not None}
-    for name, value in named.items():
-        if value < 1:
-            raise ApiError(400, f"{name} is {value}; allowed: 1 or more", param=name)
     if len(set(named.values())) > 1:
         raise ApiError(
             400,
             "max_tokens and max_completion_tokens differ; send one of them",
             param="max_completion_tokens",
         )
-    return next(iter(named.values()), None)
+    return next(iter(named.items()), ("max_tokens", None))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import UnionType
 from typing import Any
 
 import msgspec
@@ -12,10 +14,13 @@ from cp_shared_kv.server.chat_schema import ChatBody, ChatChunk, ChatCompletion
 from cp_shared_kv.server.completion_schema import Completion, CompletionBody
 from cp_shared_kv.server.dashboard_state import DashboardState
 from cp_shared_kv.server.loads import Loads
+from cp_shared_kv.server.native_schema import ModelInfo, NativeBody, NativeOutput
 from cp_shared_kv.server.openai_schema import Model, ModelList
 from cp_shared_kv.server.pages import Flushed, Health, Invariants
 
 _SCHEMAS = "#/components/schemas/"
+Schemas = Mapping[type | UnionType, dict[str, Any]]
+"""What is said of each body and answer."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +32,7 @@ class Operation:
     path: str
     summary: str
     body: type | None = None
-    answer: type | None = None
+    answer: type | UnionType | None = None
     events: type | None = None
     media_type: str = "application/json"
 
@@ -42,6 +47,14 @@ OPERATIONS = (
         ChatChunk,
     ),
     Operation("post", "/v1/completions", "Continue a text", CompletionBody, Completion, Completion),
+    Operation(
+        "post",
+        "/generate",
+        "Continue a text or token ids, as in SGLang",
+        NativeBody,
+        NativeOutput | list[NativeOutput],
+        NativeOutput,
+    ),
     Operation("get", "/v1/models", "The served model, as a list", answer=ModelList),
     Operation("get", "/v1/models/{model}", "One model by its name", answer=Model),
     Operation("get", "/v1/loads", "How busy the engine is", answer=Loads),
@@ -55,6 +68,8 @@ OPERATIONS = (
     Operation("get", "/dashboard/state", "What the page at / shows", answer=DashboardState),
     Operation("get", "/server_info", "Settings, sizes and use of the engine"),
     Operation("get", "/get_server_info", "The same, by its older name"),
+    Operation("get", "/model_info", "Where the model is", answer=ModelInfo),
+    Operation("get", "/get_model_info", "The same, by its older name", answer=ModelInfo),
     Operation(
         "get", "/metrics", "Prometheus metrics, with --enable-metrics", media_type="text/plain"
     ),
@@ -86,17 +101,18 @@ class ErrorBody(msgspec.Struct):
 
 def openapi(version: str) -> dict[str, Any]:
     """The description of this server's API."""
-    structs = {ErrorBody} | {
-        struct
+    types: set[type | UnionType] = {ErrorBody} | {
+        shape
         for operation in OPERATIONS
-        for struct in (operation.body, operation.answer, operation.events)
-        if struct is not None
+        for shape in (operation.body, operation.answer, operation.events)
+        if shape is not None
     }
-    ordered = sorted(structs, key=lambda struct: struct.__name__)
-    _, components = msgspec.json.schema_components(ordered, ref_template=_SCHEMAS + "{name}")
+    ordered = sorted(types, key=str)
+    found, components = msgspec.json.schema_components(ordered, ref_template=_SCHEMAS + "{name}")
+    schemas = dict(zip(ordered, found, strict=True))
     paths: dict[str, dict[str, Any]] = {}
     for operation in OPERATIONS:
-        paths.setdefault(operation.path, {})[operation.method] = _described(operation)
+        paths.setdefault(operation.path, {})[operation.method] = _described(operation, schemas)
     return {
         "openapi": "3.1.0",
         "info": {
@@ -115,10 +131,11 @@ def openapi(version: str) -> dict[str, Any]:
     }
 
 
-def _described(operation: Operation) -> dict[str, Any]:
-    content: dict[str, Any] = {operation.media_type: _content(operation.answer)}
+def _described(operation: Operation, schemas: Schemas) -> dict[str, Any]:
+    answer = {} if operation.answer is None else {"schema": schemas[operation.answer]}
+    content: dict[str, Any] = {operation.media_type: answer}
     if operation.events is not None:
-        content["text/event-stream"] = _content(operation.events)
+        content["text/event-stream"] = {"schema": schemas[operation.events]}
     described: dict[str, Any] = {
         "operationId": f"{operation.method}{operation.path}".replace("/", "_").strip("{}"),
         "summary": operation.summary,
@@ -126,7 +143,7 @@ def _described(operation: Operation) -> dict[str, Any]:
             "200": {"description": operation.summary, "content": content},
             "default": {
                 "description": "An error",
-                "content": {"application/json": _content(ErrorBody)},
+                "content": {"application/json": {"schema": schemas[ErrorBody]}},
             },
         },
     }
@@ -137,10 +154,6 @@ def _described(operation: Operation) -> dict[str, Any]:
     if operation.body is not None:
         described["requestBody"] = {
             "required": True,
-            "content": {"application/json": _content(operation.body)},
+            "content": {"application/json": {"schema": schemas[operation.body]}},
         }
     return described
-
-
-def _content(struct: type | None) -> dict[str, Any]:
-    return {} if struct is None else {"schema": {"$ref": _SCHEMAS + struct.__name__}}

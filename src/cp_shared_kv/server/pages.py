@@ -25,6 +25,7 @@ from cp_shared_kv.server.engine_client import EngineClient
 from cp_shared_kv.server.generation import RequestMeter, generate
 from cp_shared_kv.server.loads import loads
 from cp_shared_kv.server.metrics import CONTENT_TYPE, ServerMetrics, render
+from cp_shared_kv.server.native_schema import ModelInfo
 from cp_shared_kv.server.openai_schema import Model, ModelList
 from cp_shared_kv.server.server_info import server_info
 
@@ -146,6 +147,13 @@ class Pages:
     async def server_info(self, _request: Request) -> Response:
         """GET /server_info."""
         return _json(server_info(self._description, await current_stats(self._client)))
+
+    async def model_info(self, _request: Request) -> Response:
+        """GET /model_info."""
+        path = str(self._description.config["model_path"])
+        return _json(
+            ModelInfo(model_path=path, tokenizer_path=path, served_model_name=self._model.id)
+        )
 
     async def metrics(self, _request: Request) -> Response:
         """GET /metrics, where they were asked for at the start."""

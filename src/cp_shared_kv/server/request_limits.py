@@ -28,8 +28,9 @@ class RequestLimits:
         )
         self.body_bytes = BODY_BYTES_BASE + BODY_BYTES_PER_TOKEN * description.context_length
 
-    def check_token_ids(self, token_ids: Sequence[int]) -> None:
-        """Refuse (400) ids that the model has no embedding for. `token_ids` is not empty."""
+    def check_token_ids(self, token_ids: Sequence[int], param: str) -> None:
+        """Refuse (400) ids that the model has no embedding for. `token_ids` is not empty; `param`
+        is the field that they came in."""
         if min(token_ids) >= 0 and max(token_ids) < self._vocab_size:
             return
         at, bad = next((i, t) for i, t in enumerate(token_ids) if not 0 <= t < self._vocab_size)
@@ -37,7 +38,7 @@ class RequestLimits:
             400,
             f"the prompt's token id {bad} at index {at} is not in the vocabulary; "
             f"allowed: 0 to {self._vocab_size - 1}",
-            param="prompt",
+            param=param,
         )
 
     def output_tokens(

@@ -25,6 +25,7 @@ _LEAST_MOST: dict[str, tuple[float, float]] = {
     "min_tokens": (0, 2**31 - 1),
     "logprobs": (0, MAX_TOP_LOGPROBS),
     "top_logprobs": (0, MAX_TOP_LOGPROBS),
+    "top_logprobs_num": (0, MAX_TOP_LOGPROBS),
 }
 _ABOVE_UP_TO: dict[str, tuple[float, float]] = {
     "top_p": (0, 1),
