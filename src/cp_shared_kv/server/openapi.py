@@ -101,12 +101,11 @@ class ErrorBody(msgspec.Struct):
 
 def openapi(version: str) -> dict[str, Any]:
     """The description of this server's API."""
-    types: set[type | UnionType] = {ErrorBody} | {
-        shape
-        for operation in OPERATIONS
-        for shape in (operation.body, operation.answer, operation.events)
-        if shape is not None
-    }
+    types: set[type | UnionType] = set()
+    types.add(ErrorBody)
+    for operation in OPERATIONS:
+        shapes = (operation.body, operation.answer, operation.events)
+        types.update(shape for shape in shapes if shape is not None)
     ordered = sorted(types, key=str)
     found, components = msgspec.json.schema_components(ordered, ref_template=_SCHEMAS + "{name}")
     schemas = dict(zip(ordered, found, strict=True))

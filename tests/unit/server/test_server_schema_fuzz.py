@@ -24,6 +24,7 @@ CHECKS = [
 TAKING = {
     ("POST", "/v1/completions"): 60,
     ("POST", "/v1/chat/completions"): 60,
+    ("POST", "/generate"): 60,
     ("POST", "/abort_request"): 15,
 }
 """Operations that take a body, and how many requests to each."""
