@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check format soak bench bench-gpu test-gpu test-sglang clean
+.PHONY: help run serve test check format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -60,6 +60,12 @@ test-sglang: $(SGLANG)/.ready ## tests of the SGLang plugin against SGLang itsel
 	$(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 	CPKV_SGLANG_SITE=$(SGLANG)/$(SGLANG_NEWER) $(SGLANG)/bin/python -m pytest tests/sglang $(ARGS)
 
+# Each client in an environment of its own: their releases of common packages differ from ours.
+CLIENTS := $(CURDIR)/.cache/clients
+
+test-clients: $(CLIENTS)/.ready ## runs of SGLang's bench_serving and of AIPerf, unmodified, against the server
+	CPKV_CLIENTS=$(CLIENTS) $(BIN)/python -m pytest tests/clients -m clients $(ARGS)
+
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
@@ -89,4 +95,13 @@ $(SGLANG)/.ready: $(VENV)/.dev tests/sglang/requirements.txt tests/sglang/requir
 	@$(BIN)/pip --python $(SGLANG)/bin/python install -q -r tests/sglang/requirements.txt
 	@$(BIN)/pip --python $(SGLANG)/bin/python install -q --no-deps -r tests/sglang/requirements-no-deps.txt
 	@$(BIN)/pip install -q --no-deps --target $(SGLANG)/$(SGLANG_NEWER) sglang==$(SGLANG_NEWER)
+	@touch $@
+
+$(CLIENTS)/.ready: $(VENV)/.dev $(wildcard tests/clients/requirements-*.txt)
+	@echo "installing benchmark clients (once, several GB) ..."
+	@$(PYTHON) -m venv $(CLIENTS)/sglang
+	@$(CLIENTS)/sglang/bin/pip install -q -r tests/clients/requirements-sglang.txt
+	@$(CLIENTS)/sglang/bin/pip install -q --no-deps -r tests/clients/requirements-sglang-no-deps.txt
+	@$(PYTHON) -m venv $(CLIENTS)/aiperf
+	@$(CLIENTS)/aiperf/bin/pip install -q -r tests/clients/requirements-aiperf.txt
 	@touch $@

@@ -125,8 +125,8 @@ def without_proxies() -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_examples_are_answered(url: str) -> None:
     commands = [code for code in blocks(README, "sh") if code.startswith("curl")]
-    objects = ["text_completion", "chat.completion"]
-    for command, answer in zip(commands, objects, strict=True):
+    answers = ['"object":"text_completion"', '"object":"chat.completion"', '"output_ids":[']
+    for command, answer in zip(commands, answers, strict=True):
         assert SERVED_AT in command
         done = subprocess.run(
             ["sh", "-c", command.replace(SERVED_AT, url)],
@@ -135,7 +135,7 @@ def test_the_curl_examples_are_answered(url: str) -> None:
             text=True,
             timeout=60,
         )
-        assert f'"object":"{answer}"' in done.stdout
+        assert answer in done.stdout
 
 
 @pytest.mark.e2e

@@ -6,7 +6,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -91,8 +90,7 @@ def test_a_flush_makes_the_next_prompt_new(client: openai.OpenAI, served: Runnin
     while served.usage()["used_tokens"] and time.monotonic() < deadline:
         time.sleep(0.05)
     cached = served.usage()["evictable_tokens"]
-    flushed = httpx.post(f"{served.url}/flush_cache", trust_env=False, timeout=20).json()
-    assert flushed == {"dropped_pages": cached // 64, "dropped_tokens": cached}
+    assert served.flush_cache() == {"dropped_pages": cached // 64, "dropped_tokens": cached}
     assert complete(client).usage.prompt_tokens_details.cached_tokens == 0
 
 

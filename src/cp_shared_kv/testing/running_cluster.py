@@ -63,6 +63,10 @@ class Running:
         """POST a body to /v1/completions."""
         return httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=60)
 
+    def flush_cache(self) -> dict[str, int]:
+        """Drop the cached prefixes that no request uses; what was dropped, in pages and tokens."""
+        return httpx.post(f"{self.url}/flush_cache", trust_env=False, timeout=20).json()
+
     def usage(self) -> dict[str, Any]:
         """Use of the pools now, in tokens."""
         return self.get("/server_info").json()["usage"]
