@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from cp_shared_kv.engine.api import EngineRefusal
+
 EOS = 257
 
 
@@ -57,6 +59,22 @@ def test_every_event_has_all_of_the_output_so_far(http):
     assert [event["meta_info"]["completion_tokens"] for event in told] == [1, 2, 3]
     ends = [event["meta_info"]["finish_reason"] for event in told]
     assert ends == [None, None, {"type": "length", "length": 3}]
+
+
+def test_tokens_that_make_no_text_yet_are_told_all_the_same(http, engine):
+    engine.output = list("€".encode())
+    told = events(http)
+    assert [event["text"] for event in told] == ["", "", "€"]
+    assert [event["meta_info"]["completion_tokens"] for event in told] == [1, 2, 3]
+
+
+def test_a_stream_that_fails_on_the_way_ends_with_the_error(http, engine):
+    engine.refusal, engine.refuse_after_tokens = EngineRefusal("a rank was lost", kind="failed"), 2
+    response = generate(http, stream=True)
+    *told, last, end = response.text.split("\n\n")
+    assert len(told) == 2
+    assert json.loads(last.removeprefix("data: "))["error"]["code"] == "request_failed"
+    assert end == ""
 
 
 @pytest.mark.parametrize("stream", [False, True])
