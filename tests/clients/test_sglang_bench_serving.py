@@ -79,6 +79,15 @@ def test_random_prompts_are_all_answered_and_counted_alike(
     assert_agree(told, counted, REQUESTS)
 
 
+def test_token_ids_are_a_prompt_and_log_probabilities_are_told(bench: Bench) -> None:
+    flags = [
+        *("--backend", "sglang", "--dataset-name", "random-ids", "--tokenize-prompt"),
+        *("--num-prompts", str(REQUESTS), "--random-input-len", "300"),
+        *("--random-output-len", "16", "--return-logprob", "--top-logprobs-num", "2"),
+    ]
+    assert_agree(*bench("random-ids", flags), REQUESTS)
+
+
 def test_a_mooncake_trace_is_replayed_and_its_prefixes_are_found(
     bench: Bench, environments: Path, small_trace: Path
 ) -> None:
