@@ -1,9 +1,9 @@
 """Writes docs/planning/results.md, its pictures, and what `cpkv plan` answers in docs/planning.md.
 
-Tables and pictures come from benchmarks/results/simulate-*.json and the newest plain_hit_rate
-there, plans from the code. Needs the extras `engine` and `plots`. `--check` writes nothing, and
-exits with 1 where a file is not what would be written; pictures are compared where matplotlib is
-the release that drew them.
+Tables and pictures come from benchmarks/results/simulate-*.json and the newest plain_hit_rate and
+simulated_hit_rate there, plans from the code. Needs the extras `engine` and `plots`. `--check`
+writes nothing, and exits with 1 where a file is not what would be written; pictures are compared
+where matplotlib is the release that drew them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,10 @@ All begin with `{common}` and end with `--results` and the file.
 
 CPU seconds are those of a case in one thread: the least and the most of a run. The goal of 60 s
 for 20,000 requests is {time_verdict}. The load says how many processes wanted a core when the run
-ended.
+ended. Five seeds of 16 users once more, by `python -m benchmarks simulated_hit_rate`,
+[as recorded](../../{replays_file}):
+
+{replays}
 
 ## Hit rate and time to first token
 
@@ -138,6 +141,12 @@ def load(root: Path, name: str) -> dict[str, Any]:
     return json.loads((root / RESULTS / f"simulate-{name}.json").read_text(encoding="utf-8"))
 
 
+def newest(root: Path, benchmark: str) -> tuple[Path, dict[str, Any]]:
+    """The last record of a benchmark: where it is below the root, and what it says."""
+    path = max((root / RESULTS).glob(f"{benchmark}-*.json"))
+    return path.relative_to(root), json.loads(path.read_text(encoding="utf-8"))
+
+
 def cases(root: Path, names: Iterable[str]) -> list[Row]:
     """The cases of some runs, one after the other."""
     return [row for name in names for row in load(root, name)["cases"]]
@@ -145,13 +154,13 @@ def cases(root: Path, names: Iterable[str]) -> list[Row]:
 
 def page(root: Path) -> str:
     """The text of results.md."""
-    plain_path = max((root / RESULTS).glob("plain_hit_rate-*.json"))
-    plain = json.loads(plain_path.read_text(encoding="utf-8"))
+    plain_path, plain = newest(root, "plain_hit_rate")
     rows = cases(root, SWEEP)
     (kept_full,) = (row for row in rows if (row["users"], row["multiplier"]) == (16, 8))
     slowest = max(row["cpu_seconds"] for row in rows)
     counting = max(row["cpu_seconds"] for row in cases(root, DESCRIPTORS))
     think = (f"{low} to {high} ({times}x)" for times, low, high in short_thinking(plain))
+    replays_path, replays = newest(root, "simulated_hit_rate")
     return TEXT.format(
         mean_prompt=round(kept_full["prompt_tokens"] / kept_full["requests"]),
         common=COMMON,
@@ -162,7 +171,9 @@ def page(root: Path) -> str:
             "users; pool; hit rate; refused; p50; p90; p99; short; short p50; short p99; busy",
             map(sweep_cells, rows),
         ),
-        plain_file=plain_path.relative_to(root),
+        replays_file=replays_path,
+        replays=table("pool; hit rate, %; CPU s, median; CPU s, all", seeds(replays)),
+        plain_file=plain_path,
         estimate=table(
             "users; pool; estimate; ours; replay; replay - estimate; replay without queues",
             estimates(rows, plain, cases(root, NO_QUEUE)),
@@ -200,6 +211,21 @@ def runs(root: Path) -> Iterator[list[str]]:
             most if least == most else f"{least} to {most}",
             str(max(row["peak_memory_mib"] for row in content["cases"])),
             f"{content['machine']['load_average_1min']:.0f}",
+        ]
+
+
+def seeds(replays: dict[str, Any]) -> Iterator[list[str]]:
+    """What the same replays give and take under each seed."""
+    for multiplier in MULTIPLIERS:
+        rates = [
+            100 * found["hit_rates"][str(multiplier)] for found in replays["figures"]["hit_rates"]
+        ]
+        took = replays["summary_seconds"][f"replay, {multiplier}x"]
+        yield [
+            f"{multiplier}x",
+            f"{min(rates):.1f} to {max(rates):.1f}",
+            f"{took['median']:.0f}",
+            f"{took['min']:.0f} to {took['max']:.0f}",
         ]
 
 
