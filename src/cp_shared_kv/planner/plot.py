@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,7 +86,7 @@ def _hit_rate(axes: Axes, rows: Sequence[Row]) -> None:
 def _first_token(axes: Axes, rows: Sequence[Row]) -> None:
     for colour, (users, found) in _by_users(rows):
         for quantile, style in (("p50", "o-"), ("p99", "o:")):
-            values = [row["first_token_seconds"][quantile] for row in found]
+            values = [_quantile(row, "first_token_seconds", quantile) for row in found]
             label = f"{_label(users)}, {quantile}"
             axes.plot(_places(found), values, style, color=colour, label=label)
     axes.set_yscale("log")
@@ -96,7 +97,7 @@ def _first_token(axes: Axes, rows: Sequence[Row]) -> None:
 def _owner_balance(axes: Axes, rows: Sequence[Row]) -> None:
     for colour, (users, found) in _by_users(rows):
         for quantile, style in (("p50", "o-"), ("p99", "o:")):
-            values = [row["busiest_owner_over_ideal"][quantile] for row in found]
+            values = [_quantile(row, "busiest_owner_over_ideal", quantile) for row in found]
             label = f"{_label(users)}, {quantile}"
             axes.plot(_places(found), values, style, color=colour, label=label)
     axes.axhline(1.01, color="#999999", linewidth=0.8, label="goal at p50: 1.01")
@@ -118,6 +119,11 @@ def _descriptors(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set_yscale("log")
     axes.set_ylabel("descriptors a transfer, layer and kind")
     _multiplier_axis(axes, rows)
+
+
+def _quantile(row: Row, name: str, quantile: str) -> float:
+    """NaN, which leaves a gap, where every request was refused."""
+    return math.nan if row[name] is None else row[name][quantile]
 
 
 def _by_users(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[int | None, list[Row]]]]:
