@@ -13,7 +13,7 @@ from cp_shared_kv.planner.report import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE_INCHES = (6.4, 3.8)
+_SIZE_INCHES = (7.4, 3.8)
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#e0a030", "#555555")
 
 
@@ -70,7 +70,8 @@ def _draw(
     draw(axes, rows)
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(visible=True, axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    # Beside the lines, which may run anywhere.
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -89,7 +90,7 @@ def _first_token(axes: Axes, rows: Sequence[Row]) -> None:
             values = [_quantile(row, "first_token_seconds", quantile) for row in found]
             label = f"{_label(users)}, {quantile}"
             axes.plot(_places(found), values, style, color=colour, label=label)
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.set_ylabel("time to first token, s")
     _multiplier_axis(axes, rows)
 
@@ -116,7 +117,7 @@ def _descriptors(axes: Axes, rows: Sequence[Row]) -> None:
             ]
             label = f"{_label(users)}, {way}"
             axes.plot(_places(counted), values, style, color=colour, label=label)
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.set_ylabel("descriptors a transfer, layer and kind")
     _multiplier_axis(axes, rows)
 
@@ -141,6 +142,11 @@ def _places(rows: Sequence[Row]) -> list[int]:
 
 def _label(users: int | None) -> str:
     return "recorded times" if users is None else f"{users} users"
+
+
+def _log_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _multiplier_axis(axes: Axes, rows: Sequence[Row]) -> None:
