@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -172,6 +173,18 @@ def test_simulate_draws_pictures(cpkv: Command, trace: Path, tmp_path: Path) -> 
     assert all(ElementTree.fromstring(text).tag.endswith("svg") for text in texts.values())
     cpkv(*arguments, "--plots", plots)
     assert {path.stem: path.read_text() for path in plots.glob("*.svg")} == texts
+
+
+def test_a_terminal_is_shown_how_far_it_is_and_how_long_it_will_take(
+    cpkv: Command, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("simulate", trace, "--users", "1", "--requests", "128", "--pool-multipliers", "8")
+    assert cpkv(*arguments)[2] == ""  # not into a pipe or a log
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = cpkv(*arguments)[2]
+    assert "8x, 1 users" in shown
+    assert "100 %" in shown
+    assert re.search(r"left:\S* \S*(\d|-):", shown)
 
 
 def test_a_case_that_refuses_every_request_leaves_a_gap_in_the_pictures(
