@@ -146,7 +146,7 @@ def cases(root: Path, names: Iterable[str]) -> list[Row]:
 def page(root: Path) -> str:
     """The text of results.md."""
     plain_path = max((root / RESULTS).glob("plain_hit_rate-*.json"))
-    plain = json.loads(plain_path.read_text(encoding="utf-8"))["config"]
+    plain = json.loads(plain_path.read_text(encoding="utf-8"))
     rows = cases(root, SWEEP)
     (kept_full,) = (row for row in rows if (row["users"], row["multiplier"]) == (16, 8))
     slowest = max(row["cpu_seconds"] for row in rows)
@@ -224,10 +224,10 @@ def estimates(
     at_once = {(row["users"], row["multiplier"]): row["hit_rate"] for row in no_queue}
     for row in rows:
         users, multiplier = str(row["users"]), str(row["multiplier"])
-        given = 100 * plain["estimate"][users][multiplier]
+        given = 100 * plain["config"]["estimate"][users][multiplier]
         ours = [
             100 * found["hit_rates"][multiplier]
-            for found in plain["runs"]
+            for found in plain["figures"]["runs"]
             if str(found["users"]) == users and found["longest_think_seconds"] == 1800
         ]
         replay = 100 * row["hit_rate"]
@@ -247,7 +247,7 @@ def short_thinking(plain: dict[str, Any]) -> Iterator[tuple[int, str, str]]:
     for multiplier in MULTIPLIERS:
         rates = [
             100 * found["hit_rates"][str(multiplier)]
-            for found in plain["runs"]
+            for found in plain["figures"]["runs"]
             if found["longest_think_seconds"] == 60
         ]
         yield multiplier, f"{min(rates):.1f}", f"{max(rates):.1f}"

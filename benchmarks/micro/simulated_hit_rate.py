@@ -64,10 +64,10 @@ def run(progress: Progress) -> Measurement:
     config: dict[str, object] = {
         **base.as_plain(),
         "users": USERS,
-        "hit_rates": found,
         "clock": "CPU seconds of one thread",
     }
-    return Measurement(config, samples, [Goal(name, 60.0) for name in samples])
+    goals = [Goal(name, 60.0) for name in samples]
+    return Measurement(config, samples, goals, {"hit_rates": found})
 
 
 if TRACE_VARIABLE in os.environ:
