@@ -27,6 +27,8 @@ START_SECONDS = 120
 FLAGS_OF_OTHER_COMMANDS = {
     "--help",  # of every command
     "--flip-byte",  # of cpkv demo
+    "--gpu",  # of cpkv plan
+    "--users",  # of cpkv simulate
     "--index-url",  # of pip
     "--shm-size",  # of docker
     "--ipc",

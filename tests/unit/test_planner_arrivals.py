@@ -143,9 +143,14 @@ def test_what_does_not_go_with_recorded_times_is_refused(
         OpenLoop(requests, 3, **settings)
 
 
-@pytest.mark.parametrize("every", [None, 0.0])
-def test_conversations_need_a_distance(conversations: Trace, every: float | None) -> None:
-    with pytest.raises(ConfigError, match="--users"):
+@pytest.mark.parametrize(
+    ("every", "named"),
+    [(None, "--users"), (0.0, "--conversation-every"), (float("nan"), "--conversation-every")],
+)
+def test_conversations_need_a_distance(
+    conversations: Trace, every: float | None, named: str
+) -> None:
+    with pytest.raises(ConfigError, match=named):
         OpenLoop(conversations, 3, conversation_every_seconds=every)
 
 

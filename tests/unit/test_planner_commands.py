@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import xml.etree.ElementTree as ElementTree
@@ -71,6 +72,8 @@ def test_plan_as_json_has_every_figure(cpkv: Command) -> None:
     )
     assert found["versions"]["cp-shared-kv"]
     assert "commit" in found
+    assert found["settings"]["kv_cache_dtype"] == "bf16"
+    assert (found["settings"]["page_size"], found["settings"]["expert_ranks"]) == (64, 8)
 
 
 def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
@@ -90,6 +93,12 @@ def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
         (("no-such-model", "--gpu", "h200"), "deepseek-v3.2, glm-5, glm-5.2"),
         (("glm-5", "--gpu", "abacus"), "h20-3e"),
         (("glm-5", "--gpu", "h200", "--page-size", "60"), "not a power of two"),
+        (("glm-5", "--gpu-memory-gib", "nan"), "--gpu-memory-gib is out of range: nan"),
+        (("glm-5", "--kv-budget-gib", "inf"), "--kv-budget-gib is out of range: inf"),
+        (("glm-5", "--kv-budget-gib", "-1"), "--kv-budget-gib is out of range: -1"),
+        (("glm-5", "--gpu", "h200", "--expert-parallel-size", "0"), "--expert-parallel-size"),
+        (("glm-5", "--gpu", "h200", "--context-length", "0"), "--context-length is out of range"),
+        (("glm-5", "--gpu", "h200", "--cp-size", "0"), "--attention-context-parallel-size"),
     ],
 )
 def test_what_plan_refuses_is_one_line_that_says_what_to_change(
@@ -166,6 +175,30 @@ def test_simulate_draws_pictures(cpkv: Command, trace: Path, tmp_path: Path) -> 
     assert {path.stem: path.read_text() for path in plots.glob("*.svg")} == texts
 
 
+def test_a_terminal_is_shown_how_far_it_is_and_how_long_it_will_take(
+    cpkv: Command, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = ("simulate", trace, "--users", "1", "--requests", "128", "--pool-multipliers", "8")
+    assert cpkv(*arguments)[2] == ""  # not into a pipe or a log
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    shown = cpkv(*arguments)[2]
+    assert "8x, 1 users" in shown
+    assert "100 %" in shown
+    assert re.search(r"left:\S* \S*(\d|-):", shown)
+
+
+def test_a_case_that_refuses_every_request_leaves_a_gap_in_the_pictures(
+    cpkv: Command, trace: Path, tmp_path: Path
+) -> None:
+    code, out, _ = cpkv(
+        "simulate", trace, "--users", "1", "--requests", "3", "--max-total-tokens", "64",
+        "--pool-multipliers", "1,8", "--plots", tmp_path / "plots",
+    )  # fmt: skip
+    assert code == 0
+    assert "refused" in out
+    assert (tmp_path / "plots/first-token.svg").is_file()
+
+
 def test_simulate_replays_at_recorded_times(cpkv: Command, tmp_path: Path) -> None:
     path = tmp_path / "lengths.csv"
     path.write_text("arrival_seconds,prompt_tokens,output_tokens\n0,6400,5\n1,640,5\n")
@@ -199,6 +232,20 @@ def test_simulate_takes_rates_of_a_results_file(cpkv: Command, trace: Path, tmp_
         (("--users", "1", "--page-size", "1024", "--max-total-tokens", "10"), "no stripe"),
         (("--users", "1", "--gpu-results", "nowhere.json"), "--gpu-results cannot be read"),
         (("--users", "1", "--longest-think", "-1"), "--longest-think"),
+        (("--users", "1", "--longest-think", "nan"), "--longest-think"),
+        (("--users", "1", "--decode-ms-per-token", "nan"), "--decode-ms-per-token"),
+        (("--users", "1", "--seed", "-1"), "--seed"),
+        (("--users", "1", "--context-length", "0"), "--context-length"),
+        (("--users", "1", "--cp-size", "0"), "--attention-context-parallel-size"),
+        (("--users", "1", "--page-size", "0", "--max-total-tokens", "64"), "--page-size"),
+        (("--users", "1", "--descriptors", "--decode-max-total-tokens", "0"), "--decode-max"),
+        (("--users", "1", "--decode-max-total-tokens", "64"), "add --descriptors"),
+        (("--users", "1", "--speed", "2"), "--speed has no effect here"),
+        (("--users", "1", "--conversation-every", "2"), "drop --users for an open loop"),
+        (("--conversation-every", "nan"), "--conversation-every is out of range"),
+        (("--conversation-every", "1", "--speed", "inf"), "--speed is out of range"),
+        (("--conversation-every", "1", "--ramp", "5"), "--ramp has no effect here"),
+        (("--conversation-every", "1", "--longest-think", "5"), "--users for a closed loop"),
         (("--users", "1", "--results", "/dev/null/x"), "--results cannot be written"),
         (("--users", "1", "--model", "deepseek-v3.2", "--gpu", "h20"), "leave no room"),
     ],
@@ -219,6 +266,46 @@ def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path
     assert "small.jsonl, line 3" in err
 
 
+# trace -------------------------------------------------------------------------------------------
+
+
+def test_a_good_trace_is_said_to_be_one(cpkv: Command, trace: Path) -> None:
+    code, out, _ = cpkv("trace", "validate", trace)
+    assert code == 0
+    assert out == "small.jsonl: agentic trace of 6 requests, nothing wrong\n"
+
+
+def test_every_line_that_is_wrong_is_named_in_one_go(cpkv: Command, trace: Path) -> None:
+    trace.write_text("x\n".join([trace.read_text().splitlines()[0] + "\n"] * 4))
+    code, out, _ = cpkv("trace", "validate", trace)
+    assert code == 1
+    assert [line.split(":")[0] for line in out.splitlines()] == [
+        "small.jsonl, line 2", "small.jsonl, line 4", "small.jsonl, line 6",
+    ]  # fmt: skip
+    code, out, _ = cpkv("trace", "validate", trace, "--most-errors", "1")
+    assert code == 1
+    assert out.splitlines()[1:] == ["... and 2 more"]
+
+
+@pytest.mark.parametrize("command", ["validate", "summarise"])
+def test_a_trace_that_is_not_there_ends_in_one_line(cpkv: Command, command: str) -> None:
+    code, out, err = cpkv("trace", command, "nowhere.jsonl")
+    assert code == 1
+    assert "the trace cannot be read: nowhere.jsonl" in out + err
+    assert (out + err).count("\n") == 1
+
+
+def test_a_trace_is_summarised_as_tables_and_as_json(cpkv: Command, trace: Path) -> None:
+    code, out, _ = cpkv("trace", "summarise", trace, "--lengths", "700")
+    assert code == 0
+    for text in ("conversations", "63.6%", "prompts longer than 700", "4 (66.7%)", "thinking"):
+        assert text in out
+    code, out, _ = cpkv("trace", "summarise", trace, "--json")
+    assert code == 0
+    found = json.loads(out)
+    assert (found["requests"], found["conversations"], found["distinct_blocks"]) == (6, 2, 24)
+
+
 # help --------------------------------------------------------------------------------------------
 
 
@@ -227,6 +314,7 @@ def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path
     [
         ("plan", ("cpkv plan glm-5.2 --gpu h200", "--kv-budget-gib", "layer split")),
         ("simulate", ("cpkv simulate agentic.jsonl --users 16", "--pool-multipliers", "stated")),
+        ("trace", ("validate", "summarise")),
     ],
 )
 def test_help_teaches_by_example_and_without_torch(command: str, shown: tuple[str, ...]) -> None:
@@ -246,6 +334,7 @@ def test_planning_and_simulating_need_no_torch(trace: Path) -> None:
     commands: list[list[Any]] = [
         ["plan", "glm-5.2", "--gpu", "h200"],
         ["simulate", str(trace), "--users", "1", "--requests", "2", "--descriptors"],
+        ["trace", "summarise", str(trace)],
     ]
     for command in commands:
         program = (

@@ -197,6 +197,17 @@ def test_the_same_run_gives_the_same_figures(write: WriteTrace) -> None:
     assert other["first_token_seconds"] != first["first_token_seconds"]
 
 
+def test_requests_with_a_chunk_or_less_to_compute_are_timed_apart(write: WriteTrace) -> None:
+    """A long prompt comes first, so the short ones behind it wait for its chunks."""
+    trace = write([[(100, 1)], [(3, 1)], [(4, 1)]])
+    found = run(trace, scenario(200, chunk_tokens=4 * PAGE), users=3, seed=0)
+    assert len(found.first_token_seconds) == 3
+    assert len(found.short_first_token_seconds) == 2
+    alone = costs(1).batch([Span(0, 4 * PAGE)], 0).total
+    assert max(found.short_first_token_seconds) > alone
+    assert found.as_plain()["short_requests"] == 2
+
+
 # Owners, groups, decode --------------------------------------------------------------------------
 
 
@@ -334,6 +345,9 @@ def _quiet(_case: Case, _done: int) -> None:
         ({"multipliers": (9,)}, "--pool-multipliers"),
         ({"multipliers": (0,)}, "--pool-multipliers"),
         ({"requests": 0}, "--requests"),
+        ({"seed": -1}, "--seed"),
+        ({"decode_tokens": 64}, "--decode-max-total-tokens has no effect"),
+        ({"speed": 2.0}, "--speed has no effect"),
         ({"groups": 0}, "--prefill-groups"),
         ({"chunk_tokens": 0}, "--chunked-prefill-size"),
         ({"decode_seconds_per_token": -1.0}, "--decode-ms-per-token"),

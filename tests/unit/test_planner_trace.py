@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -14,9 +15,10 @@ from hypothesis import strategies as st
 
 from cp_shared_kv.errors import ConfigError, TraceError
 from cp_shared_kv.planner.trace import Trace
-from cp_shared_kv.planner.trace_files import read_trace
+from cp_shared_kv.planner.trace_files import Validation, read_trace, validate
 from cp_shared_kv.planner.trace_json import runs_of
 from cp_shared_kv.planner.trace_keys import TraceKeys
+from cp_shared_kv.planner.trace_summary import summarise
 
 AGENTIC = {
     "id": "one",
@@ -144,7 +146,9 @@ def test_a_request_that_is_wrong_is_refused_by_its_line(
         trace_of(tmp_path / "m.jsonl", MOONCAKE, changed(MOONCAKE, **fields))
 
 
-@pytest.mark.parametrize("line", ["{", '{"timestamp": 1}', "nonsense", '"reqs"', "[1, 2]"])
+@pytest.mark.parametrize(
+    "line", ["{", '{"more": ' + "[" * 100_000, '{"timestamp": 1}', "nonsense", '"reqs"', "[1, 2]"]
+)
 def test_a_line_that_is_no_request_is_refused_by_its_number(tmp_path: Path, line: str) -> None:
     with pytest.raises(TraceError, match="line 2"):
         trace_of(tmp_path / "m.jsonl", MOONCAKE, line)
@@ -194,6 +198,116 @@ def test_a_file_without_a_request_is_refused(tmp_path: Path, content: bytes) -> 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="cannot be read"):
         read_trace(tmp_path / "nothing.jsonl")
+
+
+def test_a_csv_field_without_end_is_refused_by_its_line(tmp_path: Path) -> None:
+    header = "arrival_seconds,prompt_tokens,output_tokens"
+    with pytest.raises(TraceError, match=r"line \d+.*field"):
+        trace_of(tmp_path / "l.csv", header, "1,10,3", "1,10," + "3" * 200_000)
+
+
+def test_blank_lines_before_the_first_do_not_hide_the_format(tmp_path: Path) -> None:
+    assert trace_of(tmp_path / "m.jsonl", "", " ", MOONCAKE).format == "mooncake"
+
+
+# Validation --------------------------------------------------------------------------------------
+
+
+def validation_of(path: Path, *lines: str, most_errors: int = 20) -> Validation:
+    path.write_text("\n".join(lines))
+    return validate(path, most_errors)
+
+
+def test_validation_goes_on_behind_a_wrong_line_in_every_format(tmp_path: Path) -> None:
+    agentic, mooncake = json.dumps(AGENTIC), json.dumps(MOONCAKE)
+    uncovered = json.dumps(changed(AGENTIC, reqs=[[0.0, 130, 7, [[1, 4]]]]))
+    back = json.dumps(changed(MOONCAKE, timestamp=3))
+    header = "arrival_seconds,prompt_tokens,output_tokens"
+    for lines in (
+        (agentic, "nonsense", uncovered, agentic),
+        (mooncake, "nonsense", back, mooncake),
+        (header, "x,1,1", "1,0,1", "2,1,1"),
+    ):
+        found = validation_of(tmp_path / "trace", *lines)
+        assert found.trace is None
+        assert found.wrong_lines == 2
+        assert ["line 2" in str(found.errors[0]), "line 3" in str(found.errors[1])] == [True, True]
+
+
+def test_validation_keeps_the_first_errors_and_counts_all(tmp_path: Path) -> None:
+    found = validation_of(tmp_path / "t", json.dumps(MOONCAKE), *["{"] * 50, most_errors=3)
+    assert (len(found.errors), found.wrong_lines) == (3, 50)
+
+
+def test_a_file_of_wrong_lines_alone_is_not_told_to_be_empty_too(tmp_path: Path) -> None:
+    found = validation_of(tmp_path / "t", "{", "{")
+    assert found.wrong_lines == 2
+    assert not any("no request" in str(error) for error in found.errors)
+    empty = validation_of(tmp_path / "t")
+    assert empty.wrong_lines == 1
+    missing = validate(tmp_path / "nowhere", 20)
+    assert "cannot be read" in str(missing.errors[0])
+
+
+def test_what_validates_is_read(tmp_path: Path) -> None:
+    found = validation_of(tmp_path / "t", json.dumps(AGENTIC))
+    assert found.trace is not None
+    assert found.trace.requests == 2
+    assert (found.errors, found.wrong_lines) == ((), 0)
+
+
+# Summaries ---------------------------------------------------------------------------------------
+
+
+def test_a_summary_counts_what_a_cache_without_limit_finds(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "a.jsonl", AGENTIC, AGENTIC)
+    found = summarise(trace, (130, 200))
+    assert found.conversations == 2
+    assert found.prompt_tokens_total == 660
+    assert found.prompt_tokens["max"] == 200
+    assert found.requests_per_conversation is not None
+    assert found.requests_per_conversation["mean"] == 2
+    assert found.distinct_blocks == 6  # blocks of the two conversations are not the same
+    assert found.reusable_fraction == round(2 * 128 / 660, 4)
+    assert found.longer_prompts == {130: 2, 200: 0}
+    assert found.answer_seconds is not None
+    assert found.answer_seconds["max"] == 3.5
+    assert found.span_seconds is None
+
+
+def test_a_summary_of_requests_without_conversations(tmp_path: Path) -> None:
+    trace = trace_of(tmp_path / "m.jsonl", MOONCAKE, changed(MOONCAKE, timestamp=4500))
+    found = summarise(trace, ())
+    assert (found.conversations, found.think_seconds, found.answer_seconds) == (None, None, None)
+    assert found.span_seconds == 3
+    assert found.reusable_fraction == round(512 / 1200, 4)
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=8))
+def test_reuse_is_the_longest_beginning_of_any_prompt_before(prompts: list[list[int]]) -> None:
+    lines = [
+        json.dumps(
+            {"timestamp": 0, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
+        )
+        for ids in prompts
+    ]
+    with TemporaryDirectory() as directory:
+        trace = trace_of(Path(directory) / "m.jsonl", *lines)
+    reused = sum(
+        max((common(ids, before) for before in prompts[:number]), default=0)
+        for number, ids in enumerate(prompts)
+    )
+    blocks = sum(map(len, prompts))
+    found = summarise(trace, ())
+    assert found.reusable_fraction == round(reused / blocks, 4)
+    assert found.distinct_blocks == blocks - reused
+
+
+def common(ids: list[int], before: list[int]) -> int:
+    return next(
+        (place for place, (a, b) in enumerate(zip(ids, before, strict=False)) if a != b),
+        min(len(ids), len(before)),
+    )
 
 
 # Keys --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from cp_shared_kv.cli.keys import keys
 from cp_shared_kv.cli.plan import plan
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.cli.simulate import simulate
+from cp_shared_kv.cli.trace import app as trace_app
 from cp_shared_kv.errors import CpkvError
 
 EXIT_ERROR = 1
@@ -38,6 +39,7 @@ app.command(keys)
 app.command(plan)
 app.command(serve)
 app.command(simulate)
+app.command(trace_app)
 app.command("cp_shared_kv.cli.sglang:app", name="sglang", help="The plugin for SGLang.")
 
 

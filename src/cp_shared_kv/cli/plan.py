@@ -17,6 +17,7 @@ from cp_shared_kv.planner.gpus import GIB, gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named
 from cp_shared_kv.planner.plan_table import notes, print_plan
 from cp_shared_kv.planner.provenance import provenance
+from cp_shared_kv.planner.ranges import check_above_zero, check_at_least
 from cp_shared_kv.planner.weight_bytes import WeightDtype, WeightSplit, weight_bytes
 
 DEFAULT_LENGTHS = (8_192, 32_768, 131_072, 524_288)
@@ -89,6 +90,7 @@ def plan(
     as_json
         Write the plan as JSON to stdout, all in bytes and tokens.
     """
+    check_at_least("--attention-context-parallel-size", attention_context_parallel_size, 1)
     config = model_named(model)
     if gpu is not None and gpu_memory_gib is not None:
         raise ConfigError(
@@ -96,19 +98,19 @@ def plan(
             value=f"--gpu {gpu} --gpu-memory-gib {gpu_memory_gib:g}",
             change="drop one of the two",
         )
-    memory = None if gpu_memory_gib is None else int(gpu_memory_gib * GIB)
+    memory = _bytes("--gpu-memory-gib", gpu_memory_gib)
     if gpu is not None:
         memory = gpu_named(gpu).memory_bytes
+    if expert_parallel_size is None:
+        expert_parallel_size = attention_context_parallel_size
     request = PlanRequest(
         model=config,
         weights=weight_bytes(config, weight_dtype),
-        split=WeightSplit(
-            expert_parallel_size or attention_context_parallel_size, attention_tensor_parallel_size
-        ),
+        split=WeightSplit(expert_parallel_size, attention_tensor_parallel_size),
         cp_size=attention_context_parallel_size,
         memory_bytes=memory,
         memory_fraction=mem_fraction_static,
-        kv_budget_bytes=None if kv_budget_gib is None else int(kv_budget_gib * GIB),
+        kv_budget_bytes=_bytes("--kv-budget-gib", kv_budget_gib),
         kv_cache_dtype=kv_cache_dtype,
         page_size=page_size,
         context_length=context_length,
@@ -117,13 +119,25 @@ def plan(
     )
     made = make_plan(request)
     if as_json:
-        content = {"model": model, "gpu": gpu, **asdict(made), "notes": notes(made), **provenance()}
+        content = {
+            "model": model,
+            "gpu": gpu,
+            "settings": request.as_plain(),
+            **asdict(made),
+            "notes": notes(made),
+            **provenance(),
+        }
         print(json.dumps(content, indent=1))
         return 0
     what = gpu or _given(gpu_memory_gib, kv_budget_gib)
     title = f"{model}, {made.cp_size} ranks, {what}, {kv_cache_dtype} pages of {page_size} tokens"
     print_plan(made, title, Console(highlight=False))
     return 0
+
+
+def _bytes(flag: str, gib: float | None) -> int | None:
+    check_above_zero(flag, gib)
+    return None if gib is None else int(gib * GIB)
 
 
 def _given(memory_gib: float | None, kv_budget_gib: float | None) -> str:

@@ -18,10 +18,17 @@ from cp_shared_kv.planner.capacity import PlanRequest, make_plan, pool_sizes
 from cp_shared_kv.planner.gpus import gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named
 from cp_shared_kv.planner.plot import draw_plots
+from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.rates import Rates
 from cp_shared_kv.planner.report import Row, all_results, print_results, write_results
 from cp_shared_kv.planner.simulate import AnswerTimes
-from cp_shared_kv.planner.sweep import Case, Sweep, SweepProgress, run_sweep
+from cp_shared_kv.planner.sweep import (
+    LONGEST_THINK_SECONDS,
+    Case,
+    Sweep,
+    SweepProgress,
+    run_sweep,
+)
 from cp_shared_kv.planner.trace_files import read_trace
 from cp_shared_kv.planner.weight_bytes import WeightSplit, weight_bytes
 
@@ -50,7 +57,7 @@ def simulate(
     router_policy: RouterPolicy = "longest_prefix",
     answers: AnswerTimes = "modelled",
     decode_ms_per_token: float = 20.0,
-    longest_think: float = 1800.0,
+    longest_think: float = LONGEST_THINK_SECONDS,
     ramp: float = 0.0,
     speed: float = 1.0,
     conversation_every: float | None = None,
@@ -121,9 +128,9 @@ def simulate(
     decode_ms_per_token
         Milliseconds of decode for each output token.
     longest_think
-        Seconds after which a user goes on, however long the recorded one took.
+        Seconds after which a user of a closed loop goes on, however long the recorded one took.
     ramp
-        Seconds over which users begin; at once by default.
+        Seconds over which users of a closed loop begin; at once by default.
     speed
         Divides the recorded times of an open loop.
     conversation_every
@@ -144,6 +151,7 @@ def simulate(
     as_json
         Write the same JSON to stdout instead of tables.
     """
+    check_at_least("--attention-context-parallel-size", attention_context_parallel_size, 1)
     recorded = read_trace(trace)
     config = model_named(model)
     weights = weight_bytes(config)
@@ -162,6 +170,7 @@ def simulate(
         context_length=context_length,
         chunk_tokens=chunked_prefill_size,
     )
+    plan.engine_config(shared=True)  # refuses what the engine would refuse
     if requests is None:
         requests = recorded.requests if users is None else MOST_REQUESTS
     if max_total_tokens is None:

@@ -11,6 +11,7 @@ from itertools import count
 import numpy as np
 
 from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.planner.ranges import check_above_zero, check_at_least
 from cp_shared_kv.planner.trace import Trace
 
 
@@ -57,21 +58,19 @@ class OpenLoop(Arrivals):
         conversation_every_seconds: float | None = None,
         seed: int = 0,
     ) -> None:
-        if speed <= 0:
-            raise ConfigError("--speed is out of range", value=speed, allowed="above 0")
+        check_above_zero("--speed", speed)
         every = conversation_every_seconds
+        check_above_zero("--conversation-every", every)
         if trace.absolute_times and every is not None:
             raise ConfigError(
                 "--conversation-every is for traces of conversations",
                 value=every,
                 change=f"drop it: {trace.name} has times of its own; --speed stretches them",
             )
-        if not trace.absolute_times and (every is None or every <= 0):
+        if not trace.absolute_times and every is None:
             raise ConfigError(
                 f"{trace.name} has times within each conversation, but none between them",
-                value=every,
-                allowed="--conversation-every SECONDS, above 0",
-                change="give it, or --users for a closed loop",
+                change="give --conversation-every SECONDS, or --users for a closed loop",
             )
         self._trace, self._requests, self._speed = trace, requests, speed
         self._every = every or 0.0
@@ -136,11 +135,9 @@ class ClosedLoop(Arrivals):
         ramp_seconds: float = 0.0,
         seed: int = 0,
     ) -> None:
-        if users < 1:
-            raise ConfigError("--users is out of range", value=users, allowed="1 or more")
-        for name, value in (("--longest-think", longest_think_seconds), ("--ramp", ramp_seconds)):
-            if value < 0:
-                raise ConfigError(f"{name} is out of range", value=value, allowed="0 or more")
+        check_at_least("--users", users, 1)
+        check_at_least("--longest-think", longest_think_seconds, 0)
+        check_at_least("--ramp", ramp_seconds, 0)
         self._trace, self._requests = trace, requests
         self._users, self._longest_think = users, longest_think_seconds
         self._ramp = ramp_seconds

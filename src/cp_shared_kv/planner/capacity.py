@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from cp_shared_kv.engine.budget import (
     capacity_of_rank,
@@ -21,6 +21,7 @@ from cp_shared_kv.memory.formats.sections import index_sections, latent_sections
 from cp_shared_kv.memory.pool_sizes import PoolSizes
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.planner.gpus import GIB
+from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.weight_bytes import WeightBytes, WeightSplit
 
 Arrangement = Literal["replicated", "layer split", "shared"]
@@ -64,8 +65,8 @@ class PlanRequest:
                 allowed="above 0, at most 1",
             )
         for length in self.prompt_lengths:
-            if length < 1:
-                raise ConfigError("--lengths is out of range", value=length, allowed="1 or more")
+            check_at_least("--lengths", length, 1)
+        check_at_least("--context-length", self.context_length, 2)
         if (self.context_length or 0) > self.model.context_length:
             raise ConfigError(
                 "--context-length exceeds what the model was made for",
@@ -82,6 +83,18 @@ class PlanRequest:
     def rank_weight_bytes(self) -> int:
         """Weights on each rank."""
         return self.weights.of_rank(self.split)
+
+    def as_plain(self) -> dict[str, Any]:
+        """The settings that the plan itself does not repeat, for reports."""
+        return {
+            "memory_fraction": self.memory_fraction,
+            "kv_budget_bytes": self.kv_budget_bytes,
+            "kv_cache_dtype": self.kv_cache_dtype,
+            "page_size": self.page_size,
+            "chunk_tokens": self.chunk_tokens,
+            "expert_ranks": self.split.expert_ranks,
+            "dense_ranks": self.split.dense_ranks,
+        }
 
     def sizes(self) -> PoolSizes:
         """The page formats' bytes for this model. ConfigError for a format it cannot have."""

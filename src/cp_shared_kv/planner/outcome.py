@@ -25,6 +25,8 @@ def _doubles() -> array[float]:
 class Outcome:
     """Counts and samples of one run. Seconds are of the simulated clock, but for `cpu_seconds`."""
 
+    short_tokens: int = 0
+    """Requests with at most so many tokens to compute are counted once more on their own."""
     requests: int = 0
     refused: dict[str, int] = field(default_factory=dict[str, int])
     prompt_tokens: int = 0
@@ -38,6 +40,7 @@ class Outcome:
     cpu_seconds: float = 0.0
     queue_seconds: array[float] = field(default_factory=_doubles)
     first_token_seconds: array[float] = field(default_factory=_doubles)
+    short_first_token_seconds: array[float] = field(default_factory=_doubles)
     busiest_owner: array[float] = field(default_factory=_doubles)
     least_busiest_owner: array[float] = field(default_factory=_doubles)
     plain_descriptors: array[float] = field(default_factory=_doubles)
@@ -67,6 +70,8 @@ class Outcome:
         arrived = request.ask.at_seconds
         self.queue_seconds.append(request.admitted_seconds - arrived)
         self.first_token_seconds.append(now_seconds - arrived)
+        if request.prompt_tokens - request.cached_tokens <= self.short_tokens:
+            self.short_first_token_seconds.append(now_seconds - arrived)
         if request.descriptors_plain:
             self.plain_descriptors.append(request.descriptors_plain)
             self.striped_descriptors.append(request.descriptors_striped)
@@ -93,6 +98,8 @@ class Outcome:
             "batches": self.batches,
             "queue_seconds": quantiles(self.queue_seconds),
             "first_token_seconds": quantiles(self.first_token_seconds),
+            "short_requests": len(self.short_first_token_seconds),
+            "short_first_token_seconds": quantiles(self.short_first_token_seconds),
             "busiest_owner_over_ideal": quantiles(self.busiest_owner),
             "least_possible_busiest_owner": quantiles(self.least_busiest_owner),
             "descriptors": self._descriptors(),

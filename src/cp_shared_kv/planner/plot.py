@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from cp_shared_kv.planner.report import Row
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_SIZE_INCHES = (6.4, 3.8)
+_SIZE_INCHES = (7.4, 3.8)
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#e0a030", "#555555")
 
 
@@ -69,7 +70,8 @@ def _draw(
     draw(axes, rows)
     axes.set_title(title, fontsize=9, loc="left")
     axes.grid(visible=True, axis="y", alpha=0.3)
-    axes.legend(frameon=False, fontsize=8)
+    # Beside the lines, which may run anywhere.
+    figure.legend(frameon=False, fontsize=8, loc="outside right center")
     figure.savefig(path, metadata={"Date": None})
 
 
@@ -85,10 +87,10 @@ def _hit_rate(axes: Axes, rows: Sequence[Row]) -> None:
 def _first_token(axes: Axes, rows: Sequence[Row]) -> None:
     for colour, (users, found) in _by_users(rows):
         for quantile, style in (("p50", "o-"), ("p99", "o:")):
-            values = [row["first_token_seconds"][quantile] for row in found]
+            values = [_quantile(row, "first_token_seconds", quantile) for row in found]
             label = f"{_label(users)}, {quantile}"
             axes.plot(_places(found), values, style, color=colour, label=label)
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.set_ylabel("time to first token, s")
     _multiplier_axis(axes, rows)
 
@@ -96,7 +98,7 @@ def _first_token(axes: Axes, rows: Sequence[Row]) -> None:
 def _owner_balance(axes: Axes, rows: Sequence[Row]) -> None:
     for colour, (users, found) in _by_users(rows):
         for quantile, style in (("p50", "o-"), ("p99", "o:")):
-            values = [row["busiest_owner_over_ideal"][quantile] for row in found]
+            values = [_quantile(row, "busiest_owner_over_ideal", quantile) for row in found]
             label = f"{_label(users)}, {quantile}"
             axes.plot(_places(found), values, style, color=colour, label=label)
     axes.axhline(1.01, color="#999999", linewidth=0.8, label="goal at p50: 1.01")
@@ -115,9 +117,14 @@ def _descriptors(axes: Axes, rows: Sequence[Row]) -> None:
             ]
             label = f"{_label(users)}, {way}"
             axes.plot(_places(counted), values, style, color=colour, label=label)
-    axes.set_yscale("log")
+    _log_axis(axes)
     axes.set_ylabel("descriptors a transfer, layer and kind")
     _multiplier_axis(axes, rows)
+
+
+def _quantile(row: Row, name: str, quantile: str) -> float:
+    """NaN, which leaves a gap, where every request was refused."""
+    return math.nan if row[name] is None else row[name][quantile]
 
 
 def _by_users(rows: Sequence[Row]) -> Iterator[tuple[str, tuple[int | None, list[Row]]]]:
@@ -135,6 +142,11 @@ def _places(rows: Sequence[Row]) -> list[int]:
 
 def _label(users: int | None) -> str:
     return "recorded times" if users is None else f"{users} users"
+
+
+def _log_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter("{x:g}")
 
 
 def _multiplier_axis(axes: Axes, rows: Sequence[Row]) -> None:

@@ -51,6 +51,7 @@ def print_results(rows: Sequence[Row], console: Console) -> None:
     """Cache and work, latencies, balance, and descriptors where they were counted."""
     console.print(_cache_table(rows))
     console.print(_latency_table(rows))
+    console.print(_short_table(rows))
     console.print(_balance_table(rows))
     if any(row["descriptors"] for row in rows):
         console.print(_descriptor_table(rows))
@@ -79,6 +80,18 @@ def _latency_table(rows: Sequence[Row]) -> Table:
                 row[name], quantile
             )
     return _table("seconds until pages are drawn, and to first token", rows, columns)
+
+
+def _short_table(rows: Sequence[Row]) -> Table:
+    """Those that need one chunk at most: what they wait beyond their own work is for others."""
+    columns: dict[str, Callable[[Row], str]] = {
+        "requests": lambda row: f"{row['short_requests']:,}"
+    }
+    for quantile in ("p50", "p90", "p99"):
+        columns[f"first token {quantile}"] = lambda row, quantile=quantile: _seconds(
+            row["short_first_token_seconds"], quantile
+        )
+    return _table("of these, requests with one chunk or less to compute", rows, columns)
 
 
 def _balance_table(rows: Sequence[Row]) -> Table:

@@ -21,6 +21,7 @@ from cp_shared_kv.planner.decode_side import DecodeSide
 from cp_shared_kv.planner.front import Front
 from cp_shared_kv.planner.outcome import Outcome
 from cp_shared_kv.planner.prefill_group import GroupHooks, PrefillGroup
+from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.simulated_request import SimulatedRequest
 from cp_shared_kv.planner.trace import Trace
 from cp_shared_kv.planner.trace_keys import TraceKeys
@@ -51,16 +52,9 @@ class Scenario:
     decode_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        whole = {"--chunked-prefill-size": self.chunk_tokens, "--prefill-groups": self.groups}
-        for name, value in whole.items():
-            if value < 1:
-                raise ConfigError(f"{name} is out of range", value=value, allowed="1 or more")
-        if self.decode_seconds_per_token < 0:
-            raise ConfigError(
-                "--decode-ms-per-token is out of range",
-                value=1000 * self.decode_seconds_per_token,
-                allowed="0 or more",
-            )
+        check_at_least("--chunked-prefill-size", self.chunk_tokens, 1)
+        check_at_least("--prefill-groups", self.groups, 1)
+        check_at_least("--decode-ms-per-token", 1000 * self.decode_seconds_per_token, 0)
 
     @property
     def max_prefix_pages(self) -> int:
@@ -87,7 +81,7 @@ class Simulation:
         self._scenario, self._trace, self._arrivals = scenario, trace, arrivals
         self._on_progress = on_progress
         self._clock = EventClock()
-        self._outcome = Outcome()
+        self._outcome = Outcome(short_tokens=scenario.chunk_tokens)
         capacity = scenario.capacity
         self._keys = TraceKeys(trace, capacity.page_size)
         self._layout = CpSharedKVLayout(

@@ -15,10 +15,13 @@ from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.planner.arrivals import Arrivals, ClosedLoop, OpenLoop
 from cp_shared_kv.planner.cost_model import CostModel
 from cp_shared_kv.planner.outcome import Outcome
+from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.rates import Rates
 from cp_shared_kv.planner.simulate import AnswerTimes, Scenario, Simulation
 from cp_shared_kv.planner.trace import Trace
 from cp_shared_kv.planner.weight_bytes import WeightBytes, WeightSplit
+
+LONGEST_THINK_SECONDS = 1800.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +49,7 @@ class Sweep:
     decode_seconds_per_token: float = 0.02
     descriptors: bool = False
     decode_tokens: int | None = None
-    longest_think_seconds: float = 1800.0
+    longest_think_seconds: float = LONGEST_THINK_SECONDS
     ramp_seconds: float = 0.0
     speed: float = 1.0
     conversation_every_seconds: float | None = None
@@ -61,10 +64,32 @@ class Sweep:
                     allowed=f"1 to {self.cp_size}, the ranks that can share pages",
                     change="raise --attention-context-parallel-size",
                 )
-        if self.requests < 1:
-            raise ConfigError(
-                "--requests is out of range", value=self.requests, allowed="1 or more"
+        check_at_least("--requests", self.requests, 1)
+        check_at_least("--seed", self.seed, 0)
+        check_at_least("--decode-max-total-tokens", self.decode_tokens, 1)
+        for flag, given, needed in self._without_effect():
+            raise ConfigError(f"{flag} has no effect here", value=given, change=needed)
+
+    def _without_effect(self) -> Iterator[tuple[str, object, str]]:
+        """Flags that were given and would do nothing, with what would make them do something."""
+        if self.decode_tokens is not None and not self.descriptors:
+            yield (
+                "--decode-max-total-tokens",
+                self.decode_tokens,
+                "add --descriptors, which simulates decode's pool, or drop it",
             )
+        if self.users is None:
+            closed = "give --users for a closed loop, or drop it"
+            if self.ramp_seconds:
+                yield "--ramp", self.ramp_seconds, closed
+            if self.longest_think_seconds != LONGEST_THINK_SECONDS:
+                yield "--longest-think", self.longest_think_seconds, closed
+            return
+        opened = "drop --users for an open loop, or drop it"
+        if self.speed != 1.0:
+            yield "--speed", self.speed, opened
+        if self.conversation_every_seconds is not None:
+            yield "--conversation-every", self.conversation_every_seconds, opened
 
     def cases(self) -> list[Case]:
         """Every multiplier with every number of users."""
@@ -134,6 +159,8 @@ class Sweep:
             "router_policy": self.router_policy,
             "answers": self.answers,
             "decode_seconds_per_token": self.decode_seconds_per_token,
+            "descriptors": self.descriptors,
+            "decode_tokens": self.decode_tokens,
             "longest_think_seconds": self.longest_think_seconds,
             "ramp_seconds": self.ramp_seconds,
             "speed": self.speed,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -15,6 +15,13 @@ from cp_shared_kv.errors import TraceError
 TraceFormat = Literal["agentic", "mooncake", "lengths"]
 Int64s = npt.NDArray[np.int64]
 Float64s = npt.NDArray[np.float64]
+Refuse = Callable[[TraceError], None]
+"""What a reader does with a line that is wrong; where it returns, the line is left out."""
+
+
+def stop_at_first(error: TraceError) -> None:
+    """The way to refuse a line where the trace is needed whole."""
+    raise error
 
 
 class Request(NamedTuple):

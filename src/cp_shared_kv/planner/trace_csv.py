@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import datetime
 from pathlib import Path
 
 from cp_shared_kv.errors import TraceError
-from cp_shared_kv.planner.trace import Request, Trace, TraceBuilder
+from cp_shared_kv.planner.trace import Refuse, Request, Trace, TraceBuilder, stop_at_first
 
 BLOCK_TOKENS = 64
+Row = Mapping[str, str | None]
 
 _NAMES = {
     "arrival": ("arrival_seconds", "timestamp"),
@@ -24,32 +25,50 @@ _NAMES = {
 }
 
 
-def read_lengths(path: Path) -> Trace:
-    """Requests of given lengths at given times. TraceError names the first line that is wrong."""
+def read_lengths(path: Path, refuse: Refuse = stop_at_first) -> Trace:
+    """Requests of given lengths at given times. `refuse` gets a TraceError for each wrong line."""
     builder, first_id = TraceBuilder(), 0
     start: float | None = None
     before = -math.inf
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
         columns = _columns(path, rows.fieldnames)
-        for row in rows:
+        for row in _rows(path, rows):
             where = f"{path.name}, line {rows.line_num}"
-            at = _seconds(where, columns["arrival"], row)
-            if at < before:
-                raise TraceError(
-                    f"{where}: {columns['arrival']} goes back",
-                    value=row[columns["arrival"]],
-                    change="sort the file by it",
-                )
+            try:
+                at, prompt, output = _request(where, columns, row, before)
+            except TraceError as error:
+                refuse(error)
+                continue
             before = at
             start = at if start is None else start
-            prompt = _tokens(where, columns["prompt"], row, least=1)
-            output = _tokens(where, columns["output"], row, least=0)
             blocks = -(-prompt // BLOCK_TOKENS)
             builder.begin_conversation()
             builder.add(Request(at - start, prompt, output, [(first_id, blocks)]))
             first_id += blocks  # no block is met twice
     return builder.build(path, "lengths", block_tokens=BLOCK_TOKENS)
+
+
+def _rows(path: Path, rows: csv.DictReader[str]) -> Iterator[Row]:
+    try:
+        yield from rows
+    except csv.Error as error:  # nothing behind such a line can be told apart
+        raise TraceError(f"{path.name}, line {rows.line_num}", value=error) from error
+
+
+def _request(
+    where: str, columns: Mapping[str, str], row: Row, before_seconds: float
+) -> tuple[float, int, int]:
+    """Seconds, prompt tokens and output tokens of a row."""
+    at = _seconds(where, columns["arrival"], row)
+    if at < before_seconds:
+        raise TraceError(
+            f"{where}: {columns['arrival']} goes back",
+            value=row[columns["arrival"]],
+            change="sort the file by it",
+        )
+    prompt = _tokens(where, columns["prompt"], row, least=1)
+    return at, prompt, _tokens(where, columns["output"], row, least=0)
 
 
 def _columns(path: Path, header: object) -> dict[str, str]:
@@ -68,7 +87,7 @@ def _columns(path: Path, header: object) -> dict[str, str]:
     return found
 
 
-def _seconds(where: str, column: str, row: Mapping[str, str | None]) -> float:
+def _seconds(where: str, column: str, row: Row) -> float:
     text = (row[column] or "").strip()
     try:
         seconds = float(text)
@@ -82,7 +101,7 @@ def _seconds(where: str, column: str, row: Mapping[str, str | None]) -> float:
     return seconds
 
 
-def _tokens(where: str, column: str, row: Mapping[str, str | None], *, least: int) -> int:
+def _tokens(where: str, column: str, row: Row, *, least: int) -> int:
     text = (row[column] or "").strip()
     if not text.isascii() or not text.isdecimal() or not least <= int(text) < 2**31:
         raise TraceError(

@@ -17,7 +17,7 @@ import msgspec
 from msgspec import Meta
 
 from cp_shared_kv.errors import TraceError
-from cp_shared_kv.planner.trace import Request, Trace, TraceBuilder
+from cp_shared_kv.planner.trace import Refuse, Request, Trace, TraceBuilder, stop_at_first
 
 MOONCAKE_BLOCK_TOKENS = 512
 MAX_BLOCK_ID = 2**31 - 1
@@ -58,23 +58,19 @@ class MooncakeLine(msgspec.Struct, frozen=True):
     hash_ids: list[_Id]
 
 
-def read_agentic(path: Path) -> Trace:
-    """Agentic conversations. TraceError names the first line that is wrong, and how."""
+def read_agentic(path: Path, refuse: Refuse = stop_at_first) -> Trace:
+    """Agentic conversations. `refuse` gets a TraceError for each line that is wrong."""
     decoder = msgspec.json.Decoder(AgenticLine)
     builder, block_tokens = TraceBuilder(), 0
-    for number, conversation in _lines(path, decoder):
+    for number, conversation in _lines(path, decoder, refuse):
         block_tokens = block_tokens or conversation.block_size
-        if conversation.block_size != block_tokens:
-            raise TraceError(
-                f"{path.name}, line {number}: block_size differs from the lines before",
-                value=conversation.block_size,
-                allowed=str(block_tokens),
-            )
+        try:
+            _check_conversation(f"{path.name}, line {number}", conversation, block_tokens)
+        except TraceError as error:
+            refuse(error)
+            continue
         builder.begin_conversation()
-        for place, request in enumerate(conversation.reqs):
-            blocks = sum(count for _, count in request.block_runs)
-            where = f"{path.name}, line {number}, reqs[{place}]"
-            _check_blocks(where, blocks, request.prompt_tokens, block_tokens)
+        for request in conversation.reqs:
             builder.add(
                 Request(
                     request.at_seconds,
@@ -90,25 +86,17 @@ def read_agentic(path: Path) -> Trace:
     )
 
 
-def read_mooncake(path: Path) -> Trace:
-    """Mooncake's format. TraceError names the first line that is wrong, and how."""
+def read_mooncake(path: Path, refuse: Refuse = stop_at_first) -> Trace:
+    """Mooncake's format. `refuse` gets a TraceError for each line that is wrong."""
     decoder = msgspec.json.Decoder(MooncakeLine)
     builder, before = TraceBuilder(), 0.0
-    for number, request in _lines(path, decoder):
-        if request.timestamp < before:
-            raise TraceError(
-                f"{path.name}, line {number}: timestamp goes back",
-                value=request.timestamp,
-                allowed=f"{before:g} or more, as on the line before",
-                change="sort the file by timestamp",
-            )
+    for number, request in _lines(path, decoder, refuse):
+        try:
+            _check_request(f"{path.name}, line {number}", request, before)
+        except TraceError as error:
+            refuse(error)
+            continue
         before = request.timestamp
-        _check_blocks(
-            f"{path.name}, line {number}",
-            len(request.hash_ids),
-            request.input_length,
-            MOONCAKE_BLOCK_TOKENS,
-        )
         builder.begin_conversation()
         builder.add(
             Request(
@@ -133,15 +121,42 @@ def runs_of(ids: list[int]) -> Iterable[tuple[int, int]]:
     yield first, ids[-1] + 1 - first
 
 
-def _lines(path: Path, decoder: msgspec.json.Decoder[_Line]) -> Iterator[tuple[int, _Line]]:
+def _lines(
+    path: Path, decoder: msgspec.json.Decoder[_Line], refuse: Refuse
+) -> Iterator[tuple[int, _Line]]:
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
-            if not line.strip():
+        for number, text in enumerate(file, 1):
+            if not text.strip():
                 continue
             try:
-                yield number, decoder.decode(line)
-            except msgspec.DecodeError as error:
-                raise TraceError(f"{path.name}, line {number}", value=error) from error
+                line = decoder.decode(text)
+            except (msgspec.DecodeError, RecursionError) as error:
+                refuse(TraceError(f"{path.name}, line {number}", value=error))
+                continue
+            yield number, line
+
+
+def _check_conversation(where: str, conversation: AgenticLine, block_tokens: int) -> None:
+    if conversation.block_size != block_tokens:
+        raise TraceError(
+            f"{where}: block_size differs from the lines before",
+            value=conversation.block_size,
+            allowed=str(block_tokens),
+        )
+    for place, request in enumerate(conversation.reqs):
+        blocks = sum(count for _, count in request.block_runs)
+        _check_blocks(f"{where}, reqs[{place}]", blocks, request.prompt_tokens, block_tokens)
+
+
+def _check_request(where: str, request: MooncakeLine, before: float) -> None:
+    if request.timestamp < before:
+        raise TraceError(
+            f"{where}: timestamp goes back",
+            value=request.timestamp,
+            allowed=f"{before:g} or more, as on the line before",
+            change="sort the file by timestamp",
+        )
+    _check_blocks(where, len(request.hash_ids), request.input_length, MOONCAKE_BLOCK_TOKENS)
 
 
 def _check_blocks(where: str, blocks: int, prompt_tokens: int, block_tokens: int) -> None:
