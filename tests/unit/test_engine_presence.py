@@ -51,3 +51,12 @@ def test_how_long_each_has_been_silent_is_told_of_those_that_live() -> None:
     who = presence(group=99.0, decode=90.0, other=1.0)
     who.lost(OTHER)
     assert who.silent_seconds(100.0) == {GROUP: 1.0, DECODE: 10.0}
+
+
+def test_a_word_after_a_silence_is_told_from_others() -> None:
+    who = presence(group=99.0)
+    assert not who.heard(GROUP, 100.0)
+    assert who.heard(DECODE, 100.0)  # its first
+    who.asked(101.0 + SILENCE_SECONDS)
+    assert who.heard(GROUP, 102.0 + SILENCE_SECONDS)
+    assert not who.heard(GROUP, 103.0 + SILENCE_SECONDS)

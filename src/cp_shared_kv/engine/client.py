@@ -356,7 +356,8 @@ class ClusterClient:
             return
         if sender.role == "server":
             raise ProtocolError("a server speaks to a server", value=str(sender))
-        self._presence.heard(sender, time.monotonic())
+        if self._presence.heard(sender, time.monotonic()):
+            await self._notify()  # requests may wait for it to answer again
         match message:
             case Registered():
                 self._why_lost.pop(sender.unit, None)

@@ -21,9 +21,11 @@ class Presence:
         """Those that have said a word."""
         return list(self._heard_seconds)
 
-    def heard(self, life: Life, now_seconds: float) -> None:
-        """A word of a life."""
+    def heard(self, life: Life, now_seconds: float) -> bool:
+        """A word of a life; whether it had counted as silent before."""
+        last_seconds = self._heard_seconds.get(life)
         self._heard_seconds[life] = now_seconds
+        return last_seconds is None or last_seconds < self._silent_before_seconds
 
     def lost(self, life: Life) -> None:
         """A life is over."""
@@ -48,9 +50,12 @@ class Presence:
     def answering(self, pairs: Iterable[Route]) -> list[Route]:
         """The pairs of which both ends had answered lately when they were last asked."""
         # Not lately by the clock: whoever was stopped itself must not take the others for silent.
-        since = self._asked_seconds - SILENCE_SECONDS
-        heard = self._heard_seconds
+        since, heard = self._silent_before_seconds, self._heard_seconds
         return [p for p in self.known(pairs) if min(heard[p.group], heard[p.decode]) >= since]
+
+    @property
+    def _silent_before_seconds(self) -> float:
+        return self._asked_seconds - SILENCE_SECONDS
 
     def silence(self, pairs: Iterable[Route], now_seconds: float) -> str | None:
         """What to say when pairs stand and none answers."""
