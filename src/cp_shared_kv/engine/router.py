@@ -93,6 +93,8 @@ class Router:
         self._decodes: dict[Life, _Target] = {}
         self._booked: dict[int, _Booked] = {}
         self._turns = 0
+        self._last_keys: PageKeys | None = None
+        self._last_chains: list[int] = []
 
     # Who is there -----------------------------------------------------------------------------
 
@@ -127,17 +129,23 @@ class Router:
         routes = list(among)
         if not routes:
             return None
-        chains = chain_keys(keys)
+        chains = self._chains(keys)
         group = self._best(self._groups, {r.group for r in routes}, chains, prompt_tokens)
         decodes = {route.decode for route in routes if route.group == group}
         return Route(group, self._best(self._decodes, decodes, chains, prompt_tokens))
+
+    def _chains(self, keys: PageKeys) -> list[int]:
+        """Made once for a prompt, which is chosen for and then booked: a long one takes a while."""
+        if self._last_keys is not keys:
+            self._last_keys, self._last_chains = keys, chain_keys(keys)
+        return self._last_chains
 
     def book(
         self, room: int, route: Route, keys: PageKeys, *, prompt_tokens: int, max_tokens: int
     ) -> None:
         """A request goes this way: it counts until `prefilled` and `ended`."""
         group, decode = self._groups[route.group], self._decodes[route.decode]
-        chains = chain_keys(keys)
+        chains = self._chains(keys)
         held = group.prefixes.matched_pages(chains) * self._page_size
         booked = _Booked(route, prompt_tokens - held, prompt_tokens + max_tokens)
         self._booked[room] = booked
