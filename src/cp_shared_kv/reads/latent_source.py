@@ -88,9 +88,9 @@ class RowReader(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The selected rows of a layer, and where each slot finds its own. Not collective.
 
-        selected [t, k]: slots of the plan, below 0 for none. chunk_rows u8[T, row_bytes]: the
-        batch's new tokens. Returns rows u8[*, row_bytes], the chunk first, and places [t, k] in
-        them, -1 for none. Both hold until the next read.
+        selected [t, k] of int32 or int64: slots of the plan, below 0 for none. chunk_rows
+        u8[T, row_bytes]: the batch's new tokens. Returns rows u8[*, row_bytes], the chunk first,
+        and places [t, k] in them, of the same type, -1 for none. Both hold until the next read.
         """
         ...
 

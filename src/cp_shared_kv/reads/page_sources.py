@@ -1,4 +1,4 @@
-"""A read plan as a GPU follows it: where each page begins in mapped memory, and in which order."""
+"""Pages to read as a GPU follows them: where each begins in mapped memory, and in which order."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.kernels import ALIGNMENT_BYTES, WORD_BYTES
 from cp_shared_kv.memory.device_copy import to_device
-from cp_shared_kv.reads.plan import ReadPlan
+from cp_shared_kv.reads.plan import PagesByOwner
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class PageSources:
     @classmethod
     def build(
         cls,
-        plan: ReadPlan,
+        pages: PagesByOwner,
         cp_rank: int,
         peer_distances_bytes: Sequence[int],
         page_bytes: int,
@@ -51,12 +51,12 @@ class PageSources:
                 allowed=f"multiples of {ALIGNMENT_BYTES}",
                 change="take a page size that is a multiple of 16 tokens",
             )
-        pages = np.diff(plan.owner_starts)
-        distances = np.repeat(np.array(peer_distances_bytes, np.int64) // WORD_BYTES, pages)
-        physical_pages = to_device(plan.physical_pages, device)
+        owner_pages = np.diff(pages.owner_starts)
+        distances = np.repeat(np.array(peer_distances_bytes, np.int64) // WORD_BYTES, owner_pages)
+        physical_pages = to_device(pages.physical_pages, device)
         sources = to_device(torch.from_numpy(distances), device)
         sources = sources + physical_pages * (page_bytes // WORD_BYTES)
-        order = fetching_order(pages, cp_rank).astype(np.int32)
+        order = fetching_order(owner_pages, cp_rank).astype(np.int32)
         return cls(sources, to_device(torch.from_numpy(order), device))
 
 

@@ -23,8 +23,7 @@ class PeerPullReader:
         self._rank = cp_rank
         self._pool = pool
         self._buffer = symmetric_buffer(pool)
-        self._plan: ReadPlan | None = None
-        self._sources: dict[PageKind, PageSources] = {}
+        self._sources: list[tuple[PagesByOwner, PageKind, PageSources]] = []
         self.pages_read = 0
         self.bytes_read = 0
 
@@ -34,13 +33,12 @@ class PeerPullReader:
         Pages of a prefix do not change during a forward, so its reads need no more than this.
         """
         self._buffer.barrier()
-        self._plan = plan
-        self._sources = {kind: self.sources(plan, kind) for kind in PAGE_KINDS}
+        self._sources = [(plan, kind, self.sources(plan, kind)) for kind in PAGE_KINDS]
 
-    def sources(self, plan: ReadPlan, kind: PageKind) -> PageSources:
+    def sources(self, pages: PagesByOwner, kind: PageKind) -> PageSources:
         """Where the pages of that kind lie for this rank, in each layer alike."""
         return PageSources.build(
-            plan,
+            pages,
             self._rank,
             self._buffer.peer_distances_bytes,
             self._pool.spec.page_bytes(kind),
@@ -51,12 +49,19 @@ class PeerPullReader:
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.pull_pages import pull_pages
 
-        assert self._plan is not None, "begin comes first"
-        self._plan.check_is_whole(pages)
-        found = self._sources[kind]
+        found = self._sources_of(pages, kind)
         pull_pages(self._pool.pages(kind, layer), found.sources, found.order, scratch)
         self.pages_read += len(pages.logical_pages)
         self.bytes_read += len(pages.logical_pages) * scratch.shape[1]
+
+    def _sources_of(self, pages: PagesByOwner, kind: PageKind) -> PageSources:
+        for known, known_kind, sources in self._sources:
+            if known is pages and known_kind == kind:
+                return sources
+        # A part of the plan, which each layer asks for again.
+        sources = self.sources(pages, kind)
+        self._sources.append((pages, kind, sources))
+        return sources
 
 
 def symmetric_buffer(pool: KVPool) -> SymmetricBuffer:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class SelectedRowsReader:
-    """Brings each selected row once, out of its owner's pool, into consecutive rows.
+    """A RowReader between GPUs: each selected row once, out of its owner's pool.
 
     No rank takes part in another's read, and the host never learns what was selected.
     """
@@ -47,10 +47,7 @@ class SelectedRowsReader:
         self._chunk_rows = 0
 
     def begin(self, plan: ReadPlan, most_rows: int) -> None:
-        """See RowReader; `most_rows` is also the most indices of one read.
-
-        Call it after the reader's `begin`.
-        """
+        """See RowReader. Call it after the page reader's `begin`."""
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.select_rows import SelectedRows
 
@@ -65,20 +62,16 @@ class SelectedRowsReader:
         self._rows = taken.view(rows, latent.row_bytes)
 
     def read(
-        self, layer: int, topk: torch.Tensor, chunk_rows: torch.Tensor
+        self, layer: int, selected: torch.Tensor, chunk_rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The selected rows of a layer, and where each index finds its own.
-
-        topk i32[tokens, k]: slots of the read plan, below 0 for none. chunk_rows u8[T, row_bytes]:
-        the batch's new tokens. Returns rows u8[*, row_bytes], the chunk first, and i32[tokens, k]
-        places in them, -1 for none. Both hold until the next read.
-        """
+        """See RowReader. Of the rows only those that are named by a place mean anything."""
         from cp_shared_kv.kernels.pull_rows import pull_rows
 
         assert self._sources is not None
         assert self._selected is not None
-        places = torch.empty_like(topk)
-        self._selected.select(topk, places, self._chunk_rows)
+        indices = selected.to(torch.int32).contiguous()
+        places = torch.empty_like(indices)
+        self._selected.select(indices, places, self._chunk_rows)
         pull_rows(
             self._pool.pages("latent", layer),
             self._sources.sources,
@@ -89,4 +82,4 @@ class SelectedRowsReader:
             self._rows[self._chunk_rows :],
         )
         self._rows[: self._chunk_rows].copy_(chunk_rows)
-        return self._rows, places
+        return self._rows, places.to(selected.dtype)
