@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from cp_shared_kv.engine import client as client_module
 from cp_shared_kv.engine import decode as decode_module
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.decode import DecodeEngine
@@ -34,7 +35,7 @@ from cp_shared_kv.transfer.prefill_session import PrefillSession
 
 CI_SEEDS, SOAK_SEEDS = 500, 10_000
 GROUP_OF_SEEDS = 50
-MUTANT_SEEDS = 100
+MUTANT_SEEDS = 300
 
 
 def assert_every_promise_holds(seeds: range) -> None:
@@ -243,6 +244,11 @@ def the_router_sends_to_the_dead(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Router, "lost", lambda self, life: None)
     patch.setattr(Presence, "lost", lambda self, life: None)
     patch.setattr(Presence, "answering", Presence.known)
+
+
+@mutant("had no token and has not begun again")
+def a_request_is_given_up_with_the_first_process_that_is_lost(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(client_module, "MOST_LOSSES", 0)
 
 
 @mutant("and it holds something else")

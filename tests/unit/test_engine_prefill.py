@@ -792,7 +792,7 @@ def test_a_new_server_hears_who_this_is_and_where_it_can_send() -> None:
     assert group.take() == [("server", Registered()), ("server", Paired(decode=str(DECODE)))]
 
 
-def test_a_lost_decode_worker_fails_what_was_begun_for_it_and_frees_what_was_queued() -> None:
+def test_all_requests_of_a_lost_decode_worker_may_begin_again_at_once() -> None:
     group = Controller()
     batch = group.start(1)
     group.submit(2)
@@ -801,6 +801,7 @@ def test_a_lost_decode_worker_fails_what_was_begun_for_it_and_frees_what_was_que
     group.take()
     group.controller.decode_lost(DECODE, "it was killed")
     assert group.take() == [
+        ("server", refused(1, "it was killed", kind="unavailable")),
         ("server", refused(2, "it was killed", kind="unavailable")),
         ("server", refused(3, "it was killed", kind="unavailable")),
         ("ranks", DisconnectDecode(decode_epoch=DECODE_EPOCH, reason="it was killed")),
@@ -811,7 +812,7 @@ def test_a_lost_decode_worker_fails_what_was_begun_for_it_and_frees_what_was_que
     assert group.controller.scheduler.pool.locked_pages > 0
     for rank in range(CP_SIZE):
         group.done(batch, rank, (1, 42))
-    assert group.take() == [("server", refused(1, "it was killed"))]
+    assert group.take() == []  # the server knows
     assert group.controller.scheduler.pool.locked_pages == 0
     group.controller.decode_lost(DECODE, "told twice")
     assert group.take() == []

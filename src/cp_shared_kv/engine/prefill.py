@@ -128,8 +128,9 @@ class PrefillController:
         for request in self.scheduler.requests():
             if request.decode is not peer:
                 continue
-            queued = request.logical_pages is None
-            if self.scheduler.abort(request.room, reason) is not None or queued:
+            self.scheduler.abort(request.room, reason)
+            if not request.answered:
+                request.answered = True  # maybe long before the ranks have concluded
                 self._to_server(RoomRefused(room=request.room, kind="unavailable", reason=reason))
         # Their rooms conclude at the ranks, which frees the pages here.
         self._to_ranks(DisconnectDecode(decode_epoch=peer.epoch, reason=reason))
@@ -382,7 +383,7 @@ class PrefillController:
         self._to_server(RoomRefused(room=room, kind="failed", reason=reason))
 
     def _refuse_stopped(self, request: PrefillRequest) -> None:
-        if request.failure is not None:
+        if request.failure is not None and not request.answered:
             self._refuse(request.room, request.failure)
 
     def _record(self, message: OpenRoom | Batch) -> None:

@@ -48,6 +48,8 @@ class PrefillRequest:
     next_chunk: int = 0
     concluded_ranks: set[int] = field(default_factory=set[int])
     failure: str | None = None
+    answered: bool = False
+    """The server has been told that it ends here."""
 
     @property
     def prompt_tokens(self) -> int:

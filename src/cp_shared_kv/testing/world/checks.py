@@ -94,6 +94,9 @@ class Checks:
             or (self._supervisor.long_silence and not self._someone_serves()),
             "connection": True,
         }
+        killed = one.answer == "failed" and one.reason.endswith("was killed by SIGKILL")
+        if killed and not one.tokens and not one.reason.startswith("lost 3 times"):
+            raise BrokenPromise(f"request {one.number} had no token and has not begun again")
         if not may.get(one.answer or "", False):
             raise BrokenPromise(
                 f"request {one.number} was refused without cause ({one.answer}): {one.reason}; "
