@@ -79,6 +79,18 @@ def test_a_strangers_messages_are_refused_and_requests_go_on(served: Running, bu
     assert served.get("/health").status_code == 200
 
 
+def test_who_takes_the_name_of_a_controller_is_not_heard(served: Running) -> None:
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.setsockopt(zmq.IDENTITY, Life("prefill", 0, 1).identity)
+    stranger.connect(served.cluster.spec.endpoints.inbox(Life("decode", 0, 1)))
+    time.sleep(0.3)
+    body = {"model": "demo", "prompt": "who is it " * 20, "max_tokens": 3}
+    assert served.post(body).status_code == 200
+    stranger.close()
+    assert served.post(body).status_code == 200
+
+
 def test_a_group_that_does_not_fit_is_turned_away_and_requests_go_on(served: Running) -> None:
     spec = served.cluster.spec
     misfit = spec.hello(role="prefill", epoch=7, session_id="misfit", physical_pages=16)

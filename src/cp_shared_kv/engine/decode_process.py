@@ -98,9 +98,11 @@ class DecodeWorker:
         self.door = zmq.Context.instance().socket(zmq.ROUTER)
         self.door.linger = 0
         self.door.sndhwm = self.door.rcvhwm = 0
-        # The replay tool has the name of the controller whose place it takes, and may come before
-        # zmq has noticed that one's end.
-        self.door.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        if record is not None:
+            # The replay tool has the name of the controller whose place it takes, and may come
+            # before zmq has noticed that one's end. In any other run a second process with a name
+            # that is taken is not heard.
+            self.door.setsockopt(zmq.ROUTER_HANDOVER, 1)
         self.door.bind(spec.endpoints.inbox(life))
         self.joined = JoinedWorker(spec, self.door) if spec.joined else None
         self.server: zmq.Socket[bytes] | None = None

@@ -13,6 +13,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from cp_shared_kv.errors import StartupError
+from cp_shared_kv.server.connections import connection_limits
 from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.patience import PatientProtocol
 
@@ -21,7 +22,6 @@ DRAIN_SECONDS = 5
 _FLUSH_SECONDS = 1
 """For the last bytes of answers that have just ended."""
 _ABORT_SECONDS = 2.0
-_BACKLOG = 2048
 _KEEP_ALIVE_SECONDS = 75
 """Longer than clients keep idle connections, so that they close them and not the server: a
 request sent on a connection that is just being closed is lost."""
@@ -76,23 +76,24 @@ async def serve(
     Raises `StartupError` when another process has come to listen on the address.
     """
     host, port = listener.getsockname()[:2]
+    most_connections, backlog = connection_limits()
     try:
         # Two processes can bind the same port before either listens.
-        listener.listen(_BACKLOG)
+        listener.listen(backlog)
     except OSError as error:
         listener.close()
         raise _cannot_listen(error, host, port) from None
     url = f"http://{_for_url(host)}:{port}"
     config = uvicorn.Config(
         app,
-        http=PatientProtocol,
+        http=type("Protocol", (PatientProtocol,), {"most_connections": most_connections}),
         lifespan="off",
         ws="none",
         log_config=None,
         log_level="warning",
         access_log=False,
         server_header=False,
-        backlog=_BACKLOG,
+        backlog=backlog,
         timeout_keep_alive=_KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=_FLUSH_SECONDS,
     )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import socket
 import time
 from contextlib import suppress
 
 import pytest
 
-from cp_shared_kv.server import patience, request_body
+from cp_shared_kv.server import patience, request_body, serve
+from cp_shared_kv.server.connections import connection_limits
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 LONG = {"context_length": 60_000, "logical_tokens": 60_000, "decode_tokens": 60_000}
@@ -104,6 +106,52 @@ def test_an_answer_may_take_longer_than_a_head(hurried, server, engine):
     engine.release()
     answer(connection)
     assert engine.aborted == []
+
+
+def test_a_connection_too_many_is_told_to_come_again(own_server, monkeypatch, caplog):
+    monkeypatch.setattr(serve, "connection_limits", lambda: (2, 8))
+    server, _ = own_server()
+    kept = [connect(server.port) for _ in range(2)]
+    for connection in kept:
+        connection.sendall(request())
+        answer(connection)
+    for _ in range(3):
+        turned_away = connect(server.port)
+        assert turned_away.recv(1000).startswith(b"HTTP/1.1 503 ")
+        assert turned_away.recv(1000) == b""
+    (line,) = [
+        record.message for record in caplog.records if "connections are open" in record.message
+    ]
+    assert line.startswith("2 connections are open")
+    kept[0].sendall(request())  # those that were there go on
+    answer(kept[0])
+    kept[1].close()
+    deadline = time.monotonic() + 10
+    while True:
+        connection = connect(server.port)
+        connection.sendall(request())
+        with suppress(AssertionError):
+            answer(connection)
+            break
+        assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize(
+    ("open_files", "most", "backlog"),
+    [
+        (1024, 576, 96),
+        (20_000, 15_648, 2048),
+        (1 << 20, 1 << 16, 2048),
+        (resource.RLIM_INFINITY, 1 << 16, 2048),
+    ],
+)
+def test_connections_leave_files_for_the_links_to_the_engine(
+    monkeypatch, open_files, most, backlog
+):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (open_files, open_files))
+    assert connection_limits() == (most, backlog)
+    if open_files != resource.RLIM_INFINITY:
+        assert most + backlog < open_files
 
 
 def test_a_body_that_does_not_end_is_a_408(hurried, server, engine, http):
