@@ -27,6 +27,14 @@ async def read_body(request: Request, limit_bytes: int) -> bytes:
         "server can take",
         code="body_too_large",
     )
+    if "content-length" in request.headers and "transfer-encoding" in request.headers:
+        # RFC 9112, 6.1: a proxy may have believed the one, and sees its next request elsewhere.
+        raise ApiError(
+            400,
+            "the request has both Content-Length and Transfer-Encoding",
+            code="ambiguous_length",
+            headers={"connection": "close"},
+        )
     if int(request.headers.get("content-length", "0")) > limit_bytes:
         raise too_large
     body = bytearray()

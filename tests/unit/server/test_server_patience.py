@@ -154,6 +154,19 @@ def test_connections_leave_files_for_the_links_to_the_engine(
         assert most + backlog < open_files
 
 
+def test_a_request_with_two_lengths_is_refused_and_ends_the_connection(server, engine):
+    connection = connect(server.port)
+    body = request()[len(HEAD) :].partition(b"\r\n\r\n")[2]
+    lengths = b"Content-Length: %d\r\nTransfer-Encoding: chunked\r\n\r\n" % len(body)
+    connection.sendall(HEAD + lengths + b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body))
+    received = b""
+    while part := connection.recv(65536):
+        received += part
+    assert received.startswith(b"HTTP/1.1 400 ")
+    assert b"both Content-Length and Transfer-Encoding" in received
+    assert engine.requests == []
+
+
 def test_a_body_that_does_not_end_is_a_408(hurried, server, engine, http):
     connection = connect(server.port)
     connection.sendall(HEAD + b"Content-Length: 1000\r\n\r\n{")
