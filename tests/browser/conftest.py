@@ -19,9 +19,10 @@ FLAGS = [
 ]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    """With a new and empty profile."""
+    """With a new and empty profile. Not for the whole session: as long as it lives an event loop
+    runs in this thread, and tests that want one of their own fail."""
     if CHROMIUM is None:
         pytest.skip("no chromium on this machine; on Debian: apt-get install chromium")
     with sync_playwright() as playwright:

@@ -45,7 +45,7 @@ READ_MAP = """() => [...document.querySelectorAll(".pool")].map((pool) => ({
 }))"""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def served(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """Four ranks that share 256 pages. Depends on the browser: without one nothing starts."""
     log_file = tmp_path_factory.mktemp("cluster") / "cluster.log"
