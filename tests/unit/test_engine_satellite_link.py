@@ -153,6 +153,17 @@ def test_the_end_of_the_run_ends_the_session(run: Run, keys: ControlKeys) -> Non
     closing.join()
 
 
+def test_a_satellite_that_was_stopped_itself_does_not_take_its_run_for_silent(
+    run: Run, keys: ControlKeys
+) -> None:
+    link = joined(run, keys)
+    link.exchange(time.monotonic())
+    run.pause()  # nothing more is on its way
+    link.exchange(time.monotonic() + 10 * link.watchdog_seconds)
+    assert link.end is None
+    link.close("done")
+
+
 @pytest.mark.parametrize("how", ["dismissed", "broken", "silent"])
 def test_a_session_that_is_lost_may_be_followed_by_another(
     run: Run, keys: ControlKeys, how: str

@@ -31,9 +31,12 @@ from cp_shared_kv.engine.satellite_messages import (
 )
 from cp_shared_kv.engine.satellite_session import SatelliteSession
 from cp_shared_kv.engine.spawning import STOP_SECONDS
+from cp_shared_kv.engine.waking_time import WakingTime
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.transfer.messages import as_reason
 
+LONGEST_STEP_SECONDS = 0.5
+"""What a pause of the supervisor counts as: it looks five times as often."""
 FAREWELL_SECONDS = STOP_SECONDS + 1.0
 MAX_INDEX = 9999
 """The last index that a unit's name has room for."""
@@ -73,6 +76,7 @@ class Guests:
         self._terms = terms
         self._next_index = first_index
         self._watchdog_seconds = watchdog_seconds
+        self._waking = WakingTime(LONGEST_STEP_SECONDS)
         self._satellites: dict[bytes, SatelliteSession] = {}
         self._here: dict[str, ProcessUp] = {}
         """What of this host satellites can reach."""
@@ -80,16 +84,17 @@ class Guests:
 
     def exchange(self, now_seconds: float) -> list[News]:
         """Hear satellites and look after them; returns which of their lives are up or over."""
+        awake_seconds = self._waking.at(now_seconds)
         news: list[News] = []
         while (came := self._door.receive()) is not None:
             satellite, data = came
             try:
-                news += self._take(satellite, data, now_seconds)
+                news += self._take(satellite, data, awake_seconds)
             except ProtocolError as error:
                 logger.error("message of a satellite refused: %s", error)
                 news += self._dismiss(satellite, str(error))
         for name, satellite in list(self._satellites.items()):
-            silence = now_seconds - satellite.heard_seconds
+            silence = awake_seconds - satellite.heard_seconds
             if silence > self._watchdog_seconds:
                 reason = f"it was silent for {silence:.0f} s (--watchdog-timeout)"
                 news += self._dismiss(name, reason)
@@ -138,16 +143,16 @@ class Guests:
 
     # What satellites say ----------------------------------------------------------------------
 
-    def _take(self, name: bytes, data: bytes, now_seconds: float) -> list[News]:
+    def _take(self, name: bytes, data: bytes, awake_seconds: float) -> list[News]:
         message = FROM_SATELLITE.decode(data)
         satellite = self._satellites.get(name)
         if satellite is None:
             if isinstance(message, Join):
-                self._admit(name, message, now_seconds)
+                self._admit(name, message, awake_seconds)
             elif not isinstance(message, Leave):
                 self._door.send(name, Dismissed(reason="no session of this connection stands"))
             return []
-        satellite.heard_seconds = now_seconds
+        satellite.heard_seconds = awake_seconds
         match message:
             case ProcessUp():
                 return satellite.take_up(message)
@@ -160,7 +165,7 @@ class Guests:
             case StillHere():
                 return []
 
-    def _admit(self, name: bytes, join: Join, now_seconds: float) -> None:
+    def _admit(self, name: bytes, join: Join, awake_seconds: float) -> None:
         refusal = self._refusal(join)
         if refusal is not None:
             logger.error("a satellite at %s was refused: %s", join.host, refusal)
@@ -169,7 +174,7 @@ class Guests:
         indices = range(self._next_index, self._next_index + join.workers)
         self._next_index = indices.stop
         lives = [Life("decode", index, 1) for index in indices]
-        self._satellites[name] = SatelliteSession(join.host, lives, now_seconds)
+        self._satellites[name] = SatelliteSession(join.host, lives, awake_seconds)
         logger.warning("%s joins with %s", join.host, ", ".join(life.unit for life in lives))
         self._door.send(name, self._terms(tuple(map(str, lives))))
         for up in self._here.values():

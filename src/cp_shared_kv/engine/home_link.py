@@ -33,11 +33,14 @@ from cp_shared_kv.engine.satellite_messages import (
     StillHere,
     Terms,
 )
+from cp_shared_kv.engine.waking_time import WakingTime
 from cp_shared_kv.errors import ConfigError, ProtocolError, StartStoppedError, StartupError
 from cp_shared_kv.transfer.messages import as_reason
 
 ANSWER_SECONDS = 10.0
 POLL_SECONDS = 0.1
+LONGEST_STEP_SECONDS = 0.5
+"""What a pause of this host counts as: it looks five times as often."""
 LINGER_MILLISECONDS = 1000
 
 
@@ -79,7 +82,8 @@ class HomeLink:
                 "not an address to join", value=address[:80], allowed="HOST:PORT"
             ) from error
         self._known: dict[str, ProcessUp] = {}
-        self._heard_seconds = time.monotonic()
+        self._waking = WakingTime(LONGEST_STEP_SECONDS)
+        self._heard_seconds = self._waking.at(time.monotonic())
         self._next_alive_seconds = 0.0
         self._end: SessionEnd | None = None
 
@@ -91,15 +95,17 @@ class HomeLink:
     def ask(self, join: Join, stop_asked: threading.Event) -> Terms:
         """Join; returns the terms. NobodyError; StartupError with the reason of a refusal."""
         self._send(join)
-        deadline = time.monotonic() + ANSWER_SECONDS
-        while time.monotonic() < deadline and not is_lost(self._socket):
+        deadline = self._waking.at(time.monotonic()) + ANSWER_SECONDS
+        while (awake_seconds := self._waking.at(time.monotonic())) < deadline and not is_lost(
+            self._socket
+        ):
             if stop_asked.is_set():
                 raise StartStoppedError("stopped while joining")
             if not self._socket.poll(int(POLL_SECONDS * 1000)):
                 continue
             match self._receive():
                 case Terms() as terms:
-                    self._heard_seconds = time.monotonic()
+                    self._heard_seconds = awake_seconds
                     return terms
                 case Refused(reason=reason):
                     raise StartupError(f"the run at {self._address} refuses: {reason}")
@@ -113,9 +119,10 @@ class HomeLink:
 
     def exchange(self, now_seconds: float) -> list[News]:
         """Hear the supervisor; see `end` for whether it still speaks."""
+        awake_seconds = self._waking.at(now_seconds)
         news: list[News] = []
         while self._end is None and self._socket.poll(0):
-            self._heard_seconds = now_seconds
+            self._heard_seconds = awake_seconds
             try:
                 message = self._receive()
             except ProtocolError as error:
@@ -136,7 +143,7 @@ class HomeLink:
         if now_seconds >= self._next_alive_seconds:
             self._next_alive_seconds = now_seconds + ALIVE_SECONDS
             self._send(StillHere())
-        silence = now_seconds - self._heard_seconds
+        silence = awake_seconds - self._heard_seconds
         if self._end is None and is_lost(self._socket):
             self._ended("lost", "the connection is lost")
         elif self._end is None and silence > self.watchdog_seconds:

@@ -10,7 +10,7 @@ from functools import partial
 import msgspec
 import zmq
 
-from cp_shared_kv.engine.batch import Batch
+from cp_shared_kv.engine.batch_watchdog import BatchWatchdog
 from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.links import DecodeLink, RanksLink, dealer
@@ -33,7 +33,7 @@ from cp_shared_kv.engine.pairing import DecodePeer, Pairing
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.self_check import Bulletin
-from cp_shared_kv.errors import CpkvError, HandshakeError, ProtocolError
+from cp_shared_kv.errors import HandshakeError, ProtocolError
 from cp_shared_kv.transfer.messages import AbortRoom, Declined, Hello, Released, Reserve
 
 IDLE_SECONDS = 5.0
@@ -125,9 +125,10 @@ class PrefillProcess:
             ]
             if self._server is not None:
                 waits.append(self._server)
+            # Before the wait: whoever is judged by it has its messages read first.
+            now = time.monotonic()
             ready, _, _ = zmq.select(waits, [], [], timeout=ALIVE_SECONDS)
             self._supervisor.report_alive()
-            now = time.monotonic()
             if ready and ready != [self._ranks.socket]:  # ranks speak every second
                 last_seconds = now
             elif now - last_seconds > IDLE_SECONDS:
@@ -144,7 +145,7 @@ class PrefillProcess:
             if self._supervisor.socket in ready:
                 self._take(self._from_supervisor)
             self._controller.step()
-            self._watchdog.look(self._controller.scheduler.in_flight)
+            self._watchdog.look(self._controller.scheduler.in_flight, now)
 
     def _take(self, handle: Callable[[], None]) -> None:
         try:
@@ -267,27 +268,6 @@ class PrefillProcess:
     def _to_server(self, message: msgspec.Struct) -> None:
         if self._server is not None:  # else nobody has asked for anything yet
             self._server.send(encode(message))
-
-
-class BatchWatchdog:
-    """Notices a batch that does not end: a rank is stopped, or their collective hangs."""
-
-    def __init__(self, timeout_seconds: float) -> None:
-        self._timeout_seconds = timeout_seconds
-        self._batch: Batch | None = None
-        self._since_seconds = 0.0
-
-    def look(self, batch: Batch | None) -> None:
-        """CpkvError when the batch in flight has been the same for too long."""
-        now = time.monotonic()
-        if batch is not self._batch:
-            self._batch, self._since_seconds = batch, now
-        elif batch is not None and now - self._since_seconds > self._timeout_seconds:
-            raise CpkvError(
-                f"batch {batch.batch_id} has not ended on all ranks",
-                value=f"{now - self._since_seconds:.0f} s",
-                allowed=f"--watchdog-timeout {self._timeout_seconds:.0f}",
-            )
 
 
 def run(spec: RunSpec, life: Life, supervisor: SupervisorLink) -> None:

@@ -17,7 +17,8 @@ logger = logging.getLogger("cp_shared_kv")
 
 class SatelliteSession:
     """A satellite at `host` that was given `lives` to begin with; `heard_seconds` is when it last
-    spoke. ProtocolError, with nothing changed, for news of what is not its own or out of turn."""
+    spoke, in waking time of its judge. ProtocolError, with nothing changed, for news of what is not
+    its own or out of turn."""
 
     def __init__(self, host: str, lives: Sequence[Life], heard_seconds: float) -> None:
         self.host = host

@@ -87,8 +87,8 @@ class Spawner:
         """Whether this run has a server process."""
         return self._listener_fd is not None
 
-    def spawn(self, life: Life) -> Unit:
-        """Start all processes of a life."""
+    def spawn(self, life: Life, now_seconds: float) -> Unit:
+        """Start all processes of a life, born now."""
         processes: dict[bytes, Process] = {}
         if life.role == "server":
             assert self._listener_fd is not None
@@ -101,7 +101,7 @@ class Spawner:
                         [CHILD_MODULE, self._run_file, str(life), str(rank)]
                     )
             processes[life.identity] = self._start([CHILD_MODULE, self._run_file, str(life)])
-        return Unit(life, processes, born_seconds=time.monotonic())
+        return Unit(life, processes, born_seconds=now_seconds)
 
     def clean_up(self, life: Life) -> None:
         """Remove what a life that is over left in shared memory."""

@@ -30,10 +30,13 @@ from cp_shared_kv.engine.spawning import (
     process_name,
     stop_processes,
 )
+from cp_shared_kv.engine.waking_time import WakingTime
 from cp_shared_kv.errors import InvariantError, ProtocolError
 from cp_shared_kv.transfer.messages import as_reason
 
 POLL_SECONDS = 0.1
+LONGEST_STEP_SECONDS = 0.5
+"""What a pause of the supervisor itself counts as, while it judges others."""
 LAST_WORDS_SECONDS = 0.2
 """How long the report of a child that has just ended may still be on its way."""
 START_SECONDS = 180.0
@@ -82,6 +85,9 @@ class Supervisor:
         self._start_over = False
         self._fatal: str | None = None
         self._stopping = threading.Event()
+        self._waking = WakingTime(LONGEST_STEP_SECONDS)
+        self._now_seconds = 0.0
+        """Waking time at which the present turn began; all times that are kept are such."""
         self._socket = zmq.Context.instance().socket(zmq.ROUTER)
         self._socket.linger = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
@@ -176,8 +182,9 @@ class Supervisor:
         try:
             for life in self._first_lives:
                 with self._lock:
-                    self._units[life.unit] = self._spawner.spawn(life)
+                    self._units[life.unit] = self._spawner.spawn(life, self._now_seconds)
             while not self._stopping.is_set():
+                self._now_seconds = self._waking.at(time.monotonic())
                 self._take_reports(POLL_SECONDS)
                 with self._lock:
                     self._hear_abroad()
@@ -215,7 +222,7 @@ class Supervisor:
             return  # of an earlier life, which is over
         is_main = identity == unit.life.identity
         if is_main:
-            unit.heard_seconds = time.monotonic()
+            unit.heard_seconds = self._now_seconds
         match report.state:
             case "started" if is_main:
                 unit.listens = True
@@ -244,8 +251,7 @@ class Supervisor:
         if ended is not None and ended not in unit.failed:
             self._take_reports(LAST_WORDS_SECONDS)
             ended = unit.ended()
-        now = time.monotonic()
-        silence = now - unit.heard_seconds
+        silence = self._now_seconds - unit.heard_seconds
         if ended is not None:
             reason = unit.how_it_ended(ended)
         elif unit.watched and silence > self._watchdog_seconds:
@@ -254,7 +260,7 @@ class Supervisor:
             )
         elif unit.condemned is not None:
             reason = f"{unit.life.unit} was given up: {unit.condemned}"
-        elif not unit.is_ready and now - unit.born_seconds > START_SECONDS:
+        elif not unit.is_ready and self._now_seconds - unit.born_seconds > START_SECONDS:
             waiting = ", ".join(
                 sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
             )
@@ -278,7 +284,7 @@ class Supervisor:
         self._tell(down)
         if self._abroad is not None:
             self._abroad.tell(down)
-        steady = time.monotonic() - unit.born_seconds > STEADY_SECONDS
+        steady = self._now_seconds - unit.born_seconds > STEADY_SECONDS
         served = unit.is_ready and (unit.condemned is None or steady)
         failed = 0 if served else self._failed_starts.get(name, 0) + 1
         self._failed_starts[name] = failed
@@ -287,14 +293,13 @@ class Supervisor:
             return
         pause = 0.0 if steady or not failed else min(LONGEST_PAUSE_SECONDS, 2.0**failed)
         logger.error("%s; %s starts again%s", reason, name, f" in {pause:.0f} s" if pause else "")
-        self._due[name] = (time.monotonic() + pause, unit.life.next())
+        self._due[name] = (self._now_seconds + pause, unit.life.next())
 
     def _start_due(self) -> None:
-        now = time.monotonic()
         for name, (when, life) in list(self._due.items()):
-            if now >= when:
+            if self._now_seconds >= when:
                 del self._due[name]
-                self._units[name] = self._spawner.spawn(life)
+                self._units[name] = self._spawner.spawn(life, self._now_seconds)
 
     # News -------------------------------------------------------------------------------------
 
