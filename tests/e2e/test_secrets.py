@@ -99,10 +99,34 @@ def test_ps_does_not_show_the_key(guarded: Running) -> None:
         assert KEY.encode() not in command
 
 
+def test_the_key_is_in_no_file_of_the_run(guarded: Running) -> None:
+    files = [path for path in Path(guarded.cluster.spec.run_dir).iterdir() if path.is_file()]
+    assert any(path.name == "run.json" for path in files)
+    for path in files:
+        assert KEY.encode() not in path.read_bytes()
+
+
+def test_only_the_server_is_given_the_key(guarded: Running) -> None:
+    having: list[str] = []
+    for name in PROCESSES:
+        environment = Path(f"/proc/{guarded.cluster.pid(name)}/environ").read_bytes()
+        assert b"OMP_NUM_THREADS=1" in environment
+        if KEY.encode() in environment:
+            having.append(name)
+    assert having == ["server-0"]
+
+
+def test_that_there_is_a_key_is_shown(guarded: Running) -> None:
+    assert ask(guarded, "GET", "/server_info", KEY).json()["api_key"] == "(set)"
+
+
 def test_other_users_can_open_nothing(guarded: Running) -> None:
     spec = guarded.cluster.spec
     run_dir = os.stat(spec.run_dir)
     assert stat.S_IMODE(run_dir.st_mode) == 0o700
+    found = {path.name: path.stat().st_mode for path in Path(spec.run_dir).iterdir()}
+    assert {"run.json", "supervisor.sock", "server-0.1.sock", "decode-0.1.sock"} <= found.keys()
+    assert [name for name, mode in found.items() if mode & 0o077] == []
     segments = list(Path(SHARED_MEMORY_DIRECTORY).glob(f"cpkv-{spec.run_id}-*"))
     assert segments  # decode's pool; those of the ranks have no name any more
     for segment in segments:

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -139,10 +140,34 @@ def test_flags_that_do_not_go_together_are_refused(flags: list[str], named: str)
     assert named in refused("--model-path=demo", "--port=0", *flags)
 
 
-def test_sigterm_ends_the_server_with_exit_code_0() -> None:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_to_stop_ends_the_server_with_exit_code_0(
+    number: signal.Signals, tmp_path: Path
+) -> None:
     mark, before = uuid.uuid4().hex, segments()
     server = subprocess.Popen(
         [*CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {MARK: mark, "TMPDIR": str(tmp_path)},
+    )
+    assert server.stderr is not None
+    for line in server.stderr:
+        if "serving demo at http://" in line:
+            break
+    assert len(running_with(mark)) == 6  # so that an empty list below means something
+    assert len(list(tmp_path.iterdir())) == 1
+    server.send_signal(number)
+    assert server.wait(20) == 0
+    assert_nothing_left(mark, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_goes_on_without_its_terminal_under_nohup() -> None:
+    mark, before = uuid.uuid4().hex, segments()
+    server = subprocess.Popen(
+        ["nohup", *CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
+        stdin=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         env=os.environ | {MARK: mark},
@@ -151,10 +176,27 @@ def test_sigterm_ends_the_server_with_exit_code_0() -> None:
     for line in server.stderr:
         if "serving demo at http://" in line:
             break
-    assert len(running_with(mark)) == 6  # so that an empty list below means something
+    server.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        server.wait(2)
     server.send_signal(signal.SIGTERM)
     assert server.wait(20) == 0
     assert_nothing_left(mark, before)
+
+
+def test_what_a_killed_run_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    environment = {"TMPDIR": str(tmp_path)}
+    server = started(uuid.uuid4().hex, wanted=3, environment=environment)
+    (left,) = tmp_path.iterdir()
+    server.kill()
+    server.wait()
+    assert (left / "run.json").exists()
+    mark = uuid.uuid4().hex
+    server = started(mark, wanted=3, environment=environment)
+    assert left not in tmp_path.iterdir()
+    server.send_signal(signal.SIGTERM)
+    assert server.wait(15) == 0
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_dangling_weights_link_is_named(checkpoint: Path) -> None:
@@ -172,12 +214,14 @@ def test_a_temporary_directory_with_a_long_path_is_refused(
     assert "TMPDIR" in refused("--model-path=demo", *SHARED, "--port=0")
 
 
-def started(mark: str, wanted: int) -> subprocess.Popen[bytes]:
+def started(
+    mark: str, wanted: int, environment: Mapping[str, str] | None = None
+) -> subprocess.Popen[bytes]:
     """`cpkv serve` with so many processes running, still starting."""
     server = subprocess.Popen(
         [*CPKV, "serve", "--model-path=demo", *SHARED, "--port=0"],
         stderr=subprocess.DEVNULL,
-        env=os.environ | {MARK: mark},
+        env={**os.environ, MARK: mark, **(environment or {})},
     )
     deadline = time.monotonic() + 60
     while len(running_with(mark)) < wanted:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import signal
 import threading
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
 from cp_shared_kv.cli.serve import DEMO_MODEL
+from cp_shared_kv.cli.stop_signals import on_stop_signals
 from cp_shared_kv.engine.join_config import JoinConfig
 
 
@@ -49,8 +50,7 @@ def join(
         model_path=model_path,
     )
     stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda _number, _frame: stopped.set())
+    on_stop_signals(stopped.set)
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.satellite import Satellite
 
@@ -65,7 +65,8 @@ def join(
         joined=lambda units: say(f"joined {address} with {', '.join(units)}  (Ctrl-C leaves)"),
     )
     ended = satellite.run()
-    say(f"the run at {address} has ended" if ended == "run over" else f"left {address}")
+    with suppress(OSError):  # the terminal may be what has gone
+        say(f"the run at {address} has ended" if ended == "run over" else f"left {address}")
     return 0
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -13,7 +12,8 @@ from typing import Annotated
 from cyclopts import Parameter
 from rich.console import Console
 
-from cp_shared_kv.cli.api_key import with_api_key
+from cp_shared_kv.cli.stop_signals import on_stop_signals
+from cp_shared_kv.engine.api_key import with_api_key
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.server.serve import open_listener
@@ -50,11 +50,7 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     """
     stopped, hurry = threading.Event(), threading.Event()
 
-    def told(_number: int, _frame: object) -> None:
-        (hurry if stopped.is_set() else stopped).set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+    on_stop_signals(lambda: (hurry if stopped.is_set() else stopped).set())
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.cluster import Cluster
 
@@ -85,6 +81,7 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
         while not stopped.wait(WATCH_SECONDS):
             if cluster.fatal is not None:
                 raise StartupError(f"{cluster.fatal}; the cluster stops")
-        console.print("cpkv: stopping; answers under way may end (Ctrl-C again: at once)")
+        with suppress(OSError):  # the terminal may be what has gone
+            console.print("cpkv: stopping; answers under way may end (Ctrl-C again: at once)")
         cluster.drain(hurry)
     return 0

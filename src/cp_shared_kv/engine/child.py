@@ -89,6 +89,14 @@ def set_up_logging(name: str, level: str) -> None:
     )
 
 
+def begin(spec: RunSpec, name: str) -> None:
+    """What every child does first; `name` is what its log lines have. It makes files for its user
+    alone, and lives no longer than its supervisor."""
+    os.umask(0o077)
+    die_with_supervisor(spec)
+    set_up_logging(name, spec.config["log_level"])
+
+
 def die_with_supervisor(spec: RunSpec) -> None:
     """Ask the kernel to kill this process when its supervisor ends, however it ends."""
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -6,12 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from cp_shared_kv.engine.child import (
-    SupervisorLink,
-    die_with_supervisor,
-    run_child,
-    set_up_logging,
-)
+from cp_shared_kv.engine.child import SupervisorLink, begin, run_child
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
 
@@ -39,11 +34,8 @@ def main(arguments: list[str]) -> int:
     spec = RunSpec.load(Path(arguments[0]))
     life = Life.parse(arguments[1])
     rank = int(arguments[2]) if len(arguments) > 2 else None
-    die_with_supervisor(spec)
+    begin(spec, life.unit if rank is None else f"{life.unit}/rank-{rank}")
     identity = life.identity if rank is None else life.rank_identity(rank)
-    set_up_logging(
-        life.unit if rank is None else f"{life.unit}/rank-{rank}", spec.config["log_level"]
-    )
     return run_child(spec, identity, partial(_run, spec, life, rank))
 
 

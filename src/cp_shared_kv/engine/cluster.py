@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import secrets
-import shutil
 import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +22,7 @@ from cp_shared_kv.engine.guests import Guests
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
-from cp_shared_kv.engine.run_dir import make_run_dir
+from cp_shared_kv.engine.run_dir import RunDir
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sizing import (
     check_shared_memory,
@@ -72,7 +72,7 @@ class Cluster:
         self._log_file = log_file
         self._stop_asked = stop_asked
         self._on_progress = on_progress
-        self._run_dir: Path | None = None
+        self._run_dir: RunDir | None = None
         remove_stale_segments()
         model = describe_model(config)
         self.limits: EngineLimits = _sized(config, model)
@@ -106,19 +106,26 @@ class Cluster:
         self.stop()
 
     def _start(self) -> None:
-        self._run_dir = make_run_dir()
+        self._run_dir = RunDir()
         self._spec = RunSpec(
             run_id=secrets.token_hex(4),
-            run_dir=str(self._run_dir),
+            run_dir=str(self._run_dir.path),
             supervisor_pid=os.getpid(),
-            config=self.config.as_plain(),
+            # It is written to a file, and the key to none.
+            config=replace(self.config, api_key=None).as_plain(),
             limits=self.limits,
             page_layout=self._model.page_layout,
             model_fingerprint=self._model.fingerprint,
             vocab_size=self._model.config.vocab_size,
             eos_token_ids=self._model.config.eos_token_ids,
         )
-        self._spawner = Spawner(self._spec, self._spec.save(), self._listener, self._log_file)
+        self._spawner = Spawner(
+            self._spec,
+            self._spec.save(),
+            self._listener,
+            self._log_file,
+            api_key=self.config.api_key,
+        )
         self._guest_door = self._open_to_guests()
         self._supervisor = Supervisor(
             self._spec.endpoints,
@@ -223,7 +230,7 @@ class Cluster:
         if self._spec is not None:
             for region in Path(SHARED_MEMORY_DIRECTORY).glob(f"cpkv-{self._spec.run_id}-*"):
                 region.unlink(missing_ok=True)
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._run_dir.remove()
         self._run_dir = None
 
     def _running(self) -> Supervisor:

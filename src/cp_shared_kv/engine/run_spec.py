@@ -18,6 +18,7 @@ from cp_shared_kv.transfer.messages import PAGE_CHECKSUM, Bytes, Count, Fingerpr
 from cp_shared_kv.transfer.regions import Region
 
 FILE_NAME = "run.json"
+PRIVATE_MODE = 0o600
 
 
 class PageLayout(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,8 +93,9 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def save(self) -> Path:
-        """Write the file that `load` reads."""
+        """Write the file that `load` reads, for this user alone (mode 0600)."""
         path = Path(self.run_dir) / FILE_NAME
+        path.touch(PRIVATE_MODE, exist_ok=False)
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
         return path
 

@@ -7,7 +7,6 @@ When the link breaks, the run counts its workers as gone; so it ends them, and j
 from __future__ import annotations
 
 import logging
-import shutil
 import threading
 import time
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.home_link import HomeLink, NobodyError, SessionEnd
 from cp_shared_kv.engine.join_config import JoinConfig
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.run_dir import make_run_dir
+from cp_shared_kv.engine.run_dir import RunDir
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.satellite_messages import Join, Terms
 from cp_shared_kv.engine.sizing import free_ram_bytes
@@ -101,11 +100,11 @@ class _Session:
         self, link: HomeLink, config: JoinConfig, terms: Terms, log_file: Path | None
     ) -> None:
         self._link = link
-        self._run_dir = make_run_dir()
+        self._run_dir = RunDir()
         try:
             spec = joined_spec(
                 terms,
-                run_dir=self._run_dir,
+                run_dir=self._run_dir.path,
                 model_path=config.model_path,
                 host=config.control_host,
                 keys=config.control_keys,
@@ -120,7 +119,7 @@ class _Session:
                 abroad=link,
             )
         except BaseException:
-            shutil.rmtree(self._run_dir, ignore_errors=True)
+            self._run_dir.remove()
             raise
 
     def watch(
@@ -143,7 +142,7 @@ class _Session:
     def stop(self) -> None:
         """End the workers; the run is told."""
         self._supervisor.stop()
-        shutil.rmtree(self._run_dir, ignore_errors=True)
+        self._run_dir.remove()
 
 
 def _check_memory(spec: RunSpec) -> None:

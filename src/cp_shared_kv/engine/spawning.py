@@ -8,11 +8,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cp_shared_kv.engine.config import API_KEY_VARIABLE
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
@@ -71,16 +72,23 @@ class Unit:
 
 class Spawner:
     """Starts the units of one run. `listener` is the server's bound socket, `log_file` takes what
-    the children would write to stderr."""
+    the children would write to stderr; `api_key` is for the server, and nobody else is given it."""
 
     def __init__(
-        self, spec: RunSpec, run_file: Path, listener: socket.socket | None, log_file: Path | None
+        self,
+        spec: RunSpec,
+        run_file: Path,
+        listener: socket.socket | None,
+        log_file: Path | None,
+        *,
+        api_key: str | None = None,
     ) -> None:
         self._spec = spec
         self._run_file = str(run_file)
         # A copy that stays open: a server that starts again listens on the same port.
         self._listener_fd = None if listener is None else os.dup(listener.fileno())
         self._log_file = log_file
+        self._api_key = api_key
 
     @property
     def has_server(self) -> bool:
@@ -93,7 +101,7 @@ class Spawner:
         if life.role == "server":
             assert self._listener_fd is not None
             arguments = [SERVER_MODULE, self._run_file, str(life), str(self._listener_fd)]
-            processes[life.identity] = self._start(arguments, (self._listener_fd,))
+            processes[life.identity] = self._start_server(arguments, self._listener_fd)
         else:
             if life.role == "prefill":
                 for rank in range(self._spec.limits.cp_size):
@@ -115,9 +123,19 @@ class Spawner:
             os.close(self._listener_fd)
             self._listener_fd = None
 
-    def _start(self, module: list[str], pass_fds: tuple[int, ...] = ()) -> Process:
+    def _start_server(self, module: list[str], listener_fd: int) -> Process:
+        secrets = {} if self._api_key is None else {API_KEY_VARIABLE: self._api_key}
+        return self._start(module, (listener_fd,), secrets)
+
+    def _start(
+        self,
+        module: list[str],
+        pass_fds: tuple[int, ...] = (),
+        secrets: Mapping[str, str] | None = None,
+    ) -> Process:
         environment = {
-            **os.environ,
+            **{name: value for name, value in os.environ.items() if name != API_KEY_VARIABLE},
+            **(secrets or {}),
             # N ranks share this host's cores; each computes with one thread.
             "OMP_NUM_THREADS": "1",
             "MKL_NUM_THREADS": "1",

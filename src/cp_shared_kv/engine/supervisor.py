@@ -9,6 +9,7 @@ Processes of other hosts come and go by the word of their own supervisor (abroad
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from contextlib import suppress
@@ -22,6 +23,7 @@ from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import ProcessDown, ProcessUp
+from cp_shared_kv.engine.run_spec import PRIVATE_MODE
 from cp_shared_kv.engine.satellite_messages import Condemned
 from cp_shared_kv.engine.spawning import (
     Spawner,
@@ -92,6 +94,7 @@ class Supervisor:
         self._socket.linger = 0
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.bind(endpoints.supervisor)
+        os.chmod(endpoints.supervisor.removeprefix("ipc://"), PRIVATE_MODE)
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     # For other threads ------------------------------------------------------------------------

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import sys
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import zmq.asyncio
 
 from cp_shared_kv._version import __version__
 from cp_shared_kv.engine.api import EngineDescription
-from cp_shared_kv.engine.child import (
-    ALIVE_SECONDS,
-    SupervisorLink,
-    die_with_supervisor,
-    run_child,
-    set_up_logging,
-)
+from cp_shared_kv.engine.api_key import with_api_key
+from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink, begin, run_child
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR
 from cp_shared_kv.engine.lives import Life
@@ -117,10 +114,11 @@ async def _pass_on_news(supervisor: SupervisorLink, client: ClusterClient) -> No
 
 def main(arguments: list[str]) -> int:
     """Entry point of the server process."""
-    spec = RunSpec.load(Path(arguments[0]))
+    saved = RunSpec.load(Path(arguments[0]))
     life = Life.parse(arguments[1])
-    die_with_supervisor(spec)
-    set_up_logging(life.unit, spec.config["log_level"])
+    begin(saved, life.unit)
+    config = with_api_key(saved.engine_config(), os.environ)
+    spec = msgspec.structs.replace(saved, config=config.as_plain())
     listener = socket.socket(fileno=int(arguments[2]))
     return run_child(
         spec, life.identity, lambda link: asyncio.run(_serve(spec, life, listener, link))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_shared_kv.cli.api_key import with_api_key
 from cp_shared_kv.cli.serve import serve
+from cp_shared_kv.engine.api_key import with_api_key
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import ConfigError
 
