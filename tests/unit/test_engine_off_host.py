@@ -7,11 +7,13 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import zmq
 
+from cp_shared_kv.engine import off_host as module
 from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.links import dealer, post
 from cp_shared_kv.engine.off_host import OffHostDoor, is_lost
@@ -159,6 +161,20 @@ def test_garbage_is_not_heard_and_harms_nobody(
         assert_only_holders_are_heard(process, keys)
     assert not is_lost(link)
     link.close()
+
+
+def test_a_stranger_that_says_nothing_is_dropped(
+    keys: ControlKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "HANDSHAKE_SECONDS", 1)
+    process = Process(keys, tmp_path)
+    with socket.create_connection((HOST, process.port)) as stranger:
+        stranger.settimeout(10)
+        with suppress(ConnectionResetError):
+            while stranger.recv(1 << 16):
+                pass  # its greeting; TimeoutError if the end does not come
+    assert_only_holders_are_heard(process, keys)
+    process.close()
 
 
 def test_a_huge_frame_of_a_stranger_is_cut_off_at_its_announcement(

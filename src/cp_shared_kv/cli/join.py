@@ -12,6 +12,7 @@ from rich.console import Console
 from cp_shared_kv.cli.serve import DEMO_MODEL
 from cp_shared_kv.cli.stop_signals import on_stop_signals
 from cp_shared_kv.engine.join_config import JoinConfig
+from cp_shared_kv.engine.open_files import raise_open_files_limit
 
 
 def join(
@@ -53,6 +54,8 @@ def join(
     on_stop_signals(stopped.set)
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.satellite import Satellite
+
+    raise_open_files_limit()
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
 

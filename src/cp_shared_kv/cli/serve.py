@@ -15,6 +15,7 @@ from rich.console import Console
 from cp_shared_kv.cli.stop_signals import on_stop_signals
 from cp_shared_kv.engine.api_key import with_api_key
 from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.open_files import raise_open_files_limit
 from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.server.serve import open_listener
 
@@ -53,6 +54,8 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     on_stop_signals(lambda: (hurry if stopped.is_set() else stopped).set())
     # Imported here: help and a refused flag need not wait for torch.
     from cp_shared_kv.engine.cluster import Cluster
+
+    raise_open_files_limit()
 
     config = with_api_key(with_model(config), os.environ)
     listener = open_listener(config.host, config.port)

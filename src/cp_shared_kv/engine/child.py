@@ -20,6 +20,7 @@ import zmq
 from msgspec import Meta
 
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR, FromSupervisor
+from cp_shared_kv.engine.open_files import raise_open_files_limit
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import CpkvError
 
@@ -95,6 +96,7 @@ def begin(spec: RunSpec, name: str) -> None:
     os.umask(0o077)
     die_with_supervisor(spec)
     set_up_logging(name, spec.config["log_level"])
+    raise_open_files_limit()
 
 
 def die_with_supervisor(spec: RunSpec) -> None:

@@ -18,8 +18,10 @@ from cp_shared_kv.transfer.messages import MAX_MESSAGE_BYTES
 DOMAIN = b"cpkv"
 CURVE_OVERHEAD_BYTES = 64
 """What encryption adds to a frame, with room to spare."""
-HANDSHAKE_SECONDS = 10
+HANDSHAKE_SECONDS = 5
 """How long a stranger may take to prove that it is none."""
+BACKLOG = 64
+"""How many connections may wait to be accepted; a cluster's own are few and are tried again."""
 HEARTBEAT_SECONDS, HEARTBEAT_TIMEOUT_SECONDS = 3, 15
 """A link without sign of life from the other end's machine for so long is lost."""
 
@@ -54,6 +56,7 @@ class OffHostDoor:
 
         self._keys = keys
         _set_limits(socket)
+        socket.setsockopt(zmq.BACKLOG, BACKLOG)
         # Without somebody who decides, nobody is let in.
         socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
         socket.zap_domain = DOMAIN

@@ -39,6 +39,8 @@ class Unit:
     reachable: bool = False
     address: str = ""
     """Where its main process is reached from other hosts; empty if it is not."""
+    over: str | None = None
+    """Why it is over: its processes are reaped, and what it left is being removed."""
     condemned: str | None = None
     """Why it is to be replaced, although it lives."""
     ready: set[bytes] = field(default_factory=set[bytes])
@@ -96,8 +98,17 @@ class Spawner:
         return self._listener_fd is not None
 
     def spawn(self, life: Life, now_seconds: float) -> Unit:
-        """Start all processes of a life, born now."""
+        """Start all processes of a life, born now. OSError if one cannot be started; then none
+        runs."""
         processes: dict[bytes, Process] = {}
+        try:
+            self._start_all(life, processes)
+        except OSError:
+            kill_processes(processes.values())
+            raise
+        return Unit(life, processes, born_seconds=now_seconds)
+
+    def _start_all(self, life: Life, processes: dict[bytes, Process]) -> None:
         if life.role == "server":
             assert self._listener_fd is not None
             arguments = [SERVER_MODULE, self._run_file, str(life), str(self._listener_fd)]
@@ -109,13 +120,13 @@ class Spawner:
                         [CHILD_MODULE, self._run_file, str(life), str(rank)]
                     )
             processes[life.identity] = self._start([CHILD_MODULE, self._run_file, str(life)])
-        return Unit(life, processes, born_seconds=now_seconds)
 
     def clean_up(self, life: Life) -> None:
-        """Remove what a life that is over left in shared memory."""
+        """Remove what a life that is over left in shared memory. OSError if that fails."""
         prefix = self._spec.region_prefix(life)
-        for segment in Path(SHARED_MEMORY_DIRECTORY).glob(f"{prefix}*"):
-            segment.unlink(missing_ok=True)
+        for name in os.listdir(SHARED_MEMORY_DIRECTORY):  # glob would take a failure for nothing
+            if name.startswith(prefix):
+                (Path(SHARED_MEMORY_DIRECTORY) / name).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Give up the server's port."""

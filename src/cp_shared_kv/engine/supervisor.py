@@ -46,6 +46,8 @@ START_SECONDS = 180.0
 MAX_FAILED_STARTS = 3
 """A unit that died so often in a row before it was ready is not started again."""
 LONGEST_PAUSE_SECONDS = 30.0
+TRY_AGAIN_SECONDS = 1.0
+"""Pause before what the system refused (files, processes, memory) is tried again."""
 STEADY_SECONDS = 60.0
 """A unit that lived so long is started again without a pause."""
 
@@ -80,6 +82,8 @@ class Supervisor:
         self._units: dict[str, Unit] = {}
         self._due: dict[str, tuple[float, Life]] = {}
         """Units to start again: when, and as which life."""
+        self._refused: dict[str, float] = {}
+        """Units of which the system refused something: when to try again."""
         self._failed_starts: dict[str, int] = {}
         self._retired: set[str] = set()
         self._leaving: set[str] = set()
@@ -250,30 +254,39 @@ class Supervisor:
                 pass
 
     def _look_after(self, unit: Unit) -> None:
+        if unit.over is None:
+            unit.over = self._why_over(unit)
+        name = unit.life.unit
+        if unit.over is None or not self._may_try(name):
+            return
+        kill_processes(unit.processes.values())
+        try:
+            self._spawner.clean_up(unit.life)
+        except OSError as error:
+            self._try_again(name, f"the end of {unit.life}", error)
+            return
+        self._refused.pop(name, None)
+        del self._units[name]
+        self._lost(unit, unit.over)
+
+    def _why_over(self, unit: Unit) -> str | None:
         ended = unit.ended()
         if ended is not None and ended not in unit.failed:
             self._take_reports(LAST_WORDS_SECONDS)
             ended = unit.ended()
         silence = self._now_seconds - unit.heard_seconds
         if ended is not None:
-            reason = unit.how_it_ended(ended)
-        elif unit.watched and silence > self._watchdog_seconds:
-            reason = (
-                f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
-            )
-        elif unit.condemned is not None:
-            reason = f"{unit.life.unit} was given up: {unit.condemned}"
-        elif not unit.is_ready and self._now_seconds - unit.born_seconds > START_SECONDS:
+            return unit.how_it_ended(ended)
+        if unit.watched and silence > self._watchdog_seconds:
+            return f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
+        if unit.condemned is not None:
+            return f"{unit.life.unit} was given up: {unit.condemned}"
+        if not unit.is_ready and self._now_seconds - unit.born_seconds > START_SECONDS:
             waiting = ", ".join(
                 sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
             )
-            reason = f"{waiting} did not become ready in {START_SECONDS:.0f} s"
-        else:
-            return
-        kill_processes(unit.processes.values())
-        self._spawner.clean_up(unit.life)
-        del self._units[unit.life.unit]
-        self._lost(unit, reason)
+            return f"{waiting} did not become ready in {START_SECONDS:.0f} s"
+        return None
 
     def _lost(self, unit: Unit, reason: str) -> None:
         name = unit.life.unit
@@ -300,9 +313,24 @@ class Supervisor:
 
     def _start_due(self) -> None:
         for name, (when, life) in list(self._due.items()):
-            if self._now_seconds >= when:
-                del self._due[name]
+            if self._now_seconds < when or not self._may_try(name):
+                continue
+            try:
                 self._units[name] = self._spawner.spawn(life, self._now_seconds)
+            except OSError as error:
+                self._try_again(name, f"the start of {life}", error)
+                continue
+            del self._due[name]
+            self._refused.pop(name, None)
+
+    def _may_try(self, name: str) -> bool:
+        return self._now_seconds >= self._refused.get(name, 0.0)
+
+    def _try_again(self, name: str, what: str, error: OSError) -> None:
+        # Not the end of the run: somebody else may have taken what there is, for a while.
+        if name not in self._refused:
+            logger.error("the system refuses %s, which is tried again: %s", what, error)
+        self._refused[name] = self._now_seconds + TRY_AGAIN_SECONDS
 
     # News -------------------------------------------------------------------------------------
 
