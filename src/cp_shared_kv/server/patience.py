@@ -78,7 +78,7 @@ class PatientProtocol(H11Protocol):
             type(self)._said_seconds = now_seconds
             logger.warning(
                 "%d connections are open, which is as many as the limit of open files leaves room "
-                "for; further ones get 503. To change it: raise `ulimit -n`",
+                "for; further ones get 503. To change it: raise `ulimit -Hn`",
                 self.most_connections,
             )
 
