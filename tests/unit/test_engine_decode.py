@@ -15,9 +15,9 @@ from cp_shared_kv.engine.codecs import DECODE_TO_CONTROLLER, RECORDED, TO_SERVER
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.decode_room import PrefillPeer
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.messages import RoomRefused, Tokens
+from cp_shared_kv.engine.messages import NO_NUMBERS, RoomRefused, Tokens
 from cp_shared_kv.engine.recording import MessageLog, read_messages
-from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
+from cp_shared_kv.engine.sampling.sampler import SampledToken, sample_where_numbers
 from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.engine.verification import Checksums
 from cp_shared_kv.errors import ProtocolError
@@ -41,7 +41,7 @@ from cp_shared_kv.transfer.messages import (
 from cp_shared_kv.transfer.sampling_params import SampledLogprobs, SamplingParams
 
 EPOCH, PREFILL_EPOCH = 200, 100
-PAGE_SIZE, CP_SIZE, VOCAB, EOS = 4, 2, 100, 99
+PAGE_SIZE, CP_SIZE, VOCAB, EOS, POISON = 4, 2, 100, 99, 66
 FROM_PREFILL: dict[str, Any] = {"epoch": PREFILL_EPOCH, "peer_epoch": EPOCH}
 TO_PREFILL: dict[str, Any] = {"epoch": EPOCH, "peer_epoch": PREFILL_EPOCH}
 End = Literal["server", "controller", "rank 0", "rank 1"]
@@ -49,18 +49,24 @@ M = TypeVar("M", bound=msgspec.Struct)
 
 
 class NextNumbers:
-    """A runner by whose logits the last token plus one is likeliest, and any other as good as 0."""
+    """A runner by whose logits the last token plus one is likeliest, and any other as good as 0.
+
+    After `POISON` they are NaN.
+    """
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
 
-    def execute(self, batch: Batch, sampling: dict[int, SamplingState]) -> dict[int, SampledToken]:
+    def execute(
+        self, batch: Batch, sampling: dict[int, SamplingState]
+    ) -> dict[int, SampledToken | None]:
         batch.validate(page_size=PAGE_SIZE, logical_pages=1000, vocab_size=VOCAB)
         self.batches.append(batch)
         rooms = [part.room for part in batch.requests]
         logits = torch.zeros(len(rooms), VOCAB)
         logits[range(len(rooms)), (batch.tokens() + 1).tolist()] = 20.0
-        chosen = sample(logits, [sampling[room] for room in rooms])
+        logits[batch.tokens() == POISON, 3] = torch.nan
+        chosen = sample_where_numbers(logits, [sampling[room] for room in rooms])
         return dict(zip(rooms, chosen, strict=True))
 
 
@@ -856,6 +862,28 @@ def test_pages_without_the_checksums_that_were_agreed_on_fail_their_request() ->
         decode.send(1, rank)
     (refusal,) = decode.taken(RoomRefused)
     assert "CP rank 0 sent pages without checksums" in refusal.reason
+
+
+@pytest.mark.parametrize("sampling", [{}, {"logprobs": 2}, {"temperature": 1.0, "logprobs": 0}])
+def test_a_request_whose_logits_are_no_numbers_fails_alone(
+    sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    decode = Decode()
+    decode.run(1, max_tokens=6, first=POISON - 2, top_k=1, seed=1, **sampling)
+    decode.run(2, max_tokens=6, first=10)
+    for _ in range(4):
+        decode.engine.step()
+    told = [message for end, message in decode.take() if end == "server"]
+    by_room = [message for message in told if getattr(message, "room", None) == 1]
+    assert [type(message) for message in by_room] == [Tokens, Tokens, RoomRefused]
+    assert by_room[-1] == RoomRefused(room=1, kind="failed", reason=NO_NUMBERS)
+    assert f"room 1: {NO_NUMBERS}" in caplog.text
+    decode.engine.step()
+    assert [m.token_ids for m in [*told, *decode.taken(Tokens)] if m not in by_room] == [
+        [token] for token in range(11, 16)
+    ]
+    assert decode.engine.failed_total == 1
+    assert decode.free_tokens == 10 * PAGE_SIZE
 
 
 @pytest.mark.parametrize("reason", ["", "x" * 50_000])

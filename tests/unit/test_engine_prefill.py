@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -18,6 +19,7 @@ from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
+    NO_NUMBERS,
     Admitted,
     BatchDone,
     Cancel,
@@ -164,12 +166,15 @@ class Controller:
         assert isinstance(batch, Batch)
         return batch
 
-    def done(self, batch: Batch, rank: int, *tokens: tuple[int, int]) -> None:
+    def done(
+        self, batch: Batch, rank: int, *tokens: tuple[int, int], without: Sequence[int] = ()
+    ) -> None:
         self.controller.on_rank(
             BatchDone(
                 rank=rank,
                 batch_id=batch.batch_id,
                 tokens=[RoomToken(room=room, token_id=token) for room, token in tokens],
+                without_token=list(without),
                 scratch_bytes=10 * (rank + 1),
                 read_bytes_total=1000 * (rank + 1),
             )
@@ -954,6 +959,41 @@ def test_a_first_token_that_does_not_exist_fails_its_room_alone() -> None:
         ("decode", stop(1, reason)),
         ("decode", FirstToken(**TO_DECODE, room=2, token_id=VOCAB - 1)),
     ]
+
+
+@pytest.mark.parametrize("token_too", [False, True])
+def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
+    token_too: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    group = Controller()
+    for room in (1, 2):
+        group.submit(room, tokens=4)
+        group.reserve(room, pages=1)
+    batch = group.step()
+    group.done(batch, 0, without=[1, 99])
+    group.take()
+    group.done(batch, 1, (2, 7), *([(1, 7)] if token_too else []))
+    assert group.take() == [
+        ("ranks", stop(1, NO_NUMBERS)),
+        ("decode", stop(1, NO_NUMBERS)),
+        ("decode", FirstToken(**TO_DECODE, room=2, token_id=7)),
+    ]
+    for rank in range(CP_SIZE):
+        group.conclude(1, rank)
+        group.conclude(2, rank)
+    assert group.take() == [("server", refused(1, NO_NUMBERS))]
+    assert f"room 1: {NO_NUMBERS}" in caplog.text
+    assert group.stats().failed_rooms_total == 1
+
+
+def test_a_room_without_a_token_that_is_not_at_its_end_goes_on() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=12)
+    group.take()
+    for rank in range(CP_SIZE):
+        group.done(batch, rank, without=[1])
+    assert group.take() == []
+    assert [part.room for part in group.step().requests] == [1]
 
 
 @pytest.mark.parametrize("reason", ["", "x" * 50_000])

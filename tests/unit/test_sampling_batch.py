@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
+from cp_shared_kv.engine.sampling.sampler import SampledToken, sample, sample_where_numbers
 from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.transfer.sampling_params import SamplingParams
 
@@ -121,3 +121,57 @@ def test_logits_in_bf16_are_taken_too() -> None:
     logits[:, 5] = 3.0
     found = sample(logits, [state(temperature=0.01, seed=1, logprobs=1), None])
     assert [t.token_id for t in found] == [5, 5]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("at", [0, 17, VOCAB - 1])
+def test_a_row_that_is_no_numbers_gives_no_token_and_changes_no_other(
+    at: int, value: float, dtype: torch.dtype
+) -> None:
+    requests: list[SamplingState | None] = [
+        None,
+        state(temperature=1.0, seed=11, logprobs=2),
+        state((3,), repetition_penalty=1.3, temperature=1.5, top_p=0.8, seed=12),
+        state(logprobs=3),
+    ]
+    logits = random_logits(len(requests)).to(dtype)
+    whole = sample(logits, requests)
+    assert sample_where_numbers(logits, requests) == whole
+    for row in range(len(requests)):
+        broken = logits.clone()
+        broken[row, at] = value
+        expected: list[SampledToken | None] = [*whole]
+        expected[row] = None
+        assert sample_where_numbers(broken, requests) == expected
+    assert sample_where_numbers(torch.full_like(logits, value), requests) == [None] * 4
+
+
+def test_a_row_of_which_nothing_is_left_gives_no_token_and_one_with_something_left_does() -> None:
+    logits = torch.full((2, VOCAB), -math.inf)
+    logits[1, 5] = -3.0
+    assert sample_where_numbers(logits, [None, state(logprobs=1)]) == [
+        None,
+        sample(logits[1:], [state(logprobs=1)])[0],
+    ]
+    assert sample_where_numbers(logits[:0], []) == []
+
+
+def test_the_largest_bias_and_mask_of_a_request_leave_numbers() -> None:
+    requests: list[SamplingState | None] = [
+        state(logit_bias=tuple((token, -100.0) for token in range(VOCAB)), temperature=1.0, seed=3),
+        state(stop_token_ids=tuple(range(VOCAB)), min_tokens=1, logprobs=1),
+        state(stop_token_ids=tuple(range(VOCAB)), min_tokens=1, temperature=1.0, seed=3),
+    ]
+    logits = random_logits(3)
+    biased, *masked = sample(logits, requests)
+    assert biased == sample(logits, [state(temperature=1.0, seed=3), *requests[1:]])[0]
+    assert [token.token_id for token in masked] == [0, 0]  # all is masked: the lowest id
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_penalty_does_not_carry_a_huge_logit_to_infinity(temperature: float) -> None:
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 3e38
+    request = state((9,), repetition_penalty=0.01, temperature=temperature, seed=1)
+    assert sample(logits, [request])[0].token_id == 9

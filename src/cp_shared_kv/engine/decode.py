@@ -15,7 +15,7 @@ from cp_shared_kv.engine.api import FinishReason, RefusalKind
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.decode_reservation import reserve
 from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
-from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
+from cp_shared_kv.engine.messages import NO_NUMBERS, DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.quarantine import QuarantineWatch
 from cp_shared_kv.engine.recording import MessageLog
@@ -181,9 +181,7 @@ class DecodeEngine:
             if room.peer is not peer or name in self._running or room.session is None:
                 continue
             if room.session.state is DecodeState.COVERED:  # its first token will never come
-                self._to_server(RoomRefused(room=name, kind="unavailable", reason=reason))
-                self.failed_total += 1
-                self._release(name)
+                self._fail(name, reason, "unavailable")
             else:
                 self._carry_out(name, room.session.peer_dead(reason), failed_as="unavailable")
 
@@ -242,7 +240,11 @@ class DecodeEngine:
         self._record(batch)
         sampling = {name: self._rooms[name].sampling for name in chosen}
         for name, token in self._runner.execute(batch, sampling).items():
-            self._emit(name, token)
+            if token is None:
+                self._running.remove(name)
+                self._fail(name, NO_NUMBERS)
+            else:
+                self._emit(name, token)
 
     def stats(self, ticket: int) -> DecodeStats:
         """Figures of this worker, in tokens."""
@@ -332,10 +334,14 @@ class DecodeEngine:
         damage = None if self._checksums is None else damaged_page(session, self._checksums)
         if damage is None:
             self._start_if_ready(name)
-            return
-        logger.error("room %d: %s", name, damage)
+        else:
+            self._fail(name, damage)
+
+    def _fail(self, name: int, reason: str, kind: RefusalKind = "failed") -> None:
+        """End a covered room with an error. Its pages are not kept for other prompts."""
+        logger.error("room %d: %s", name, reason)
         self.failed_total += 1
-        self._to_server(RoomRefused(room=name, kind="failed", reason=damage))
+        self._to_server(RoomRefused(room=name, kind=kind, reason=reason))
         self._release(name)
 
     def _start_if_ready(self, name: int) -> None:

@@ -36,6 +36,11 @@ MOST_BINS = 4096
 """A page map has no more ranges than these."""
 OneRoomBytes = Annotated[int, Meta(ge=0, le=1 << 50)]
 """What one rank sends for one room: totals over a life stay far from the end of int64."""
+NO_NUMBERS = (
+    "the model gave no number for the next token: its logits hold NaN or infinity; to change it: "
+    "look for NaN and infinity in the checkpoint's weights, or take a wider --dtype"
+)
+"""Why a request ends whose logits offer no choice. Others in its batch go on."""
 
 
 class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -306,6 +311,8 @@ class BatchDone(_Message, frozen=True, kw_only=True, tag="batch_done"):
     rank: Rank
     batch_id: Count
     tokens: list[RoomToken]
+    without_token: list[RoomId] = []
+    """Rooms whose last row is here and holds no numbers: each fails alone."""
     scratch_bytes: Bytes
     read_bytes_total: Bytes = 0
     """Of prefixes, copied into scratch since the start of the epoch."""

@@ -10,7 +10,7 @@ import torch
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.readers import KVReads
 from cp_shared_kv.engine.recording import LogitsLog
-from cp_shared_kv.engine.sampling.sampler import SampledToken, sample
+from cp_shared_kv.engine.sampling.sampler import SampledToken, sample_where_numbers
 from cp_shared_kv.engine.sampling.state import SamplingState
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode
@@ -46,8 +46,9 @@ class ModelRunner:
     @torch.inference_mode()
     def execute(
         self, batch: Batch, sampling: Mapping[int, SamplingState] | None = None
-    ) -> dict[int, SampledToken]:
-        """Compute the batch; returns the next token of each request whose last row is here.
+    ) -> dict[int, SampledToken | None]:
+        """Compute the batch; returns the next token of each request whose last row is here, None
+        where the logits of that row are no numbers.
 
         `sampling` says by room how the token is chosen; a room that is not in it is greedy.
         """
@@ -84,5 +85,5 @@ class ModelRunner:
             )
             self._log.append(batch.batch_id, rooms[mine], kv.positions.numpy(), every.numpy())
             logits = every[rows]
-        tokens = sample(logits, [(sampling or {}).get(room) for room, _ in wanted])
+        tokens = sample_where_numbers(logits, [(sampling or {}).get(room) for room, _ in wanted])
         return {room: token for (room, _), token in zip(wanted, tokens, strict=True)}

@@ -17,6 +17,7 @@ from cp_shared_kv.engine.codecs import RECORDED, FromServer
 from cp_shared_kv.engine.group_figures import GroupFigures
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
+    NO_NUMBERS,
     Admitted,
     BatchDone,
     Cancel,
@@ -278,6 +279,11 @@ class PrefillController:
             return
         completed, gone = self.scheduler.batch_done(message.batch_id)
         decodes = {request.room: request.decode for request in completed}
+        without = {room for done in self._done.values() for room in done.without_token}
+        for room in sorted(without & decodes.keys()):
+            del decodes[room]
+            logger.error("room %d: %s", room, NO_NUMBERS)
+            self._abort(room, NO_NUMBERS)
         for done in self._done.values():
             for token in done.tokens:
                 if token.room in decodes:

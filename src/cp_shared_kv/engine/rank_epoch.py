@@ -143,7 +143,9 @@ class RankEpoch:
                 tokens=[
                     RoomToken(room=room, token_id=token.token_id, logprobs=token.logprobs)
                     for room, token in tokens.items()
+                    if token is not None
                 ],
+                without_token=[room for room, token in tokens.items() if token is None],
                 scratch_bytes=self._reads.scratch.bytes_in_use,
                 read_bytes_total=self._reads.bytes_read,
             )

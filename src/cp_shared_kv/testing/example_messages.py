@@ -164,6 +164,7 @@ ENGINE_MESSAGES: list[msgspec.Struct] = [
         rank=1,
         batch_id=5,
         tokens=[engine.RoomToken(room=7, token_id=3, logprobs=_LOGPROBS)],
+        without_token=[8],
         scratch_bytes=100,
     ),
     engine.RoomConcluded(rank=1, room=7, pages=2, descriptors=4, bytes=200, failure="lost"),

@@ -6,7 +6,7 @@ import torch
 
 
 def sample_greedy(logits: torch.Tensor) -> list[int]:
-    """The most likely token of each row. `logits`: float[rows, vocab]; no NaN.
+    """The most likely token of each row. `logits`: float[rows, vocab], no NaN.
 
     torch.argmax leaves the choice among equal maxima open, so the lowest index is taken by hand:
     a replay must give the same token on every machine.

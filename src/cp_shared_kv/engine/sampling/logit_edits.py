@@ -62,7 +62,8 @@ def _apply_penalties(scores: torch.Tensor, requests: Sequence[SamplingState]) ->
     repetition, frequency, presence = at.values()
     found = scores[index]
     found = torch.where(found > 0, found / repetition, found * repetition)
-    scores[index] = found - frequency - presence
+    # A penalty below 1 may carry a huge logit past the end of float32, and infinity is no number.
+    scores[index] = (found - frequency - presence).clamp(max=torch.finfo(torch.float32).max)
 
 
 class _Entries:

@@ -23,8 +23,30 @@ class SampledToken(NamedTuple):
     logprobs: SampledLogprobs | None = None
 
 
+def sample_where_numbers(
+    logits: torch.Tensor, requests: Sequence[SamplingState | None]
+) -> list[SampledToken | None]:
+    """`sample` for logits of any kind: None for a row that offers no choice.
+
+    That is a row with NaN or +infinity in it, or with nothing above -infinity. The other rows come
+    out as if it were not there.
+    """
+    # One pass over all rows: the largest of a row with a NaN is NaN.
+    sound = logits.amax(dim=-1).isfinite()
+    if bool(sound.all()):
+        return list(sample(logits, requests))
+    rows = torch.nonzero(sound).squeeze(-1).tolist()
+    chosen: list[SampledToken | None] = [None] * len(requests)
+    for row, token in zip(rows, sample(logits[rows], [requests[r] for r in rows]), strict=True):
+        chosen[row] = token
+    return chosen
+
+
 def sample(logits: torch.Tensor, requests: Sequence[SamplingState | None]) -> list[SampledToken]:
-    """Choose a token for each row. `logits`: float[rows, vocab], finite; stays as it is.
+    """Choose a token for each row. `logits`: float[rows, vocab]; stays as it is.
+
+    The largest of each row must be finite; `sample_where_numbers` looks. Where `min_tokens` masks
+    all that is left, the token is the lowest id.
 
     `requests` says how, row by row; None is greedy. They are not advanced: whoever takes a token
     into the output does that (`SamplingState.append`).
