@@ -102,6 +102,25 @@ def test_a_missing_checkpoint_is_named() -> None:
     assert "/no/such/model" in refused("--model-path=/no/such/model", *SHARED, "--port=0")
 
 
+@pytest.mark.parametrize(
+    "file", ["config.json", "generation_config.json", "tokenizer_config.json", "tokenizer.json"]
+)
+def test_a_file_that_is_nested_too_deep_is_named(checkpoint: Path, file: str) -> None:
+    (checkpoint / file).write_text("[" * 100_000)
+    assert file in refused(f"--model-path={checkpoint}", *SHARED, "--port=0")
+
+
+@pytest.mark.parametrize("place", ["/proc/recording", "/dev/null", "/etc/passwd/recording"])
+def test_a_recording_that_cannot_be_written_is_refused_before_anything_starts(place: str) -> None:
+    line = refused("--model-path=demo", *SHARED, "--port=0", f"--record-batches={place}")
+    assert line.startswith("cpkv: --record-batches can write no file there")
+    assert place in line
+
+
+def test_an_empty_model_path_is_not_the_present_directory() -> None:
+    assert "--model-path is empty" in refused("--model-path=", *SHARED, "--port=0")
+
+
 def test_a_truncated_checkpoint_is_named(checkpoint: Path) -> None:
     weights = checkpoint / "model.safetensors"
     os.truncate(weights, weights.stat().st_size - 1000)

@@ -7,8 +7,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cp_shared_kv.engine.recording import LogitsLog, MessageLog, compare_logits, read_messages
-from cp_shared_kv.errors import CpkvError
+from cp_shared_kv.engine.recording import (
+    LogitsLog,
+    MessageLog,
+    check_recording_place,
+    compare_logits,
+    read_messages,
+)
+from cp_shared_kv.errors import ConfigError, CpkvError
 
 VOCAB = 5
 
@@ -141,3 +147,15 @@ def test_a_rank_without_rows_has_nothing_to_differ_in(tmp_path: Path) -> None:
     for name in ("a", "b"):
         LogitsLog(tmp_path / name).append(1, rows(), rows(), np.empty((0, VOCAB), np.float32))
     assert compare_logits(tmp_path / "a", tmp_path / "b", "rank 1") == (0, None)
+
+
+@pytest.mark.parametrize("place", ["/proc/recording", "/dev/null", "/etc/passwd/recording"])
+def test_a_place_that_takes_no_recording_is_refused_by_its_flag(place: str) -> None:
+    with pytest.raises(ConfigError, match=rf"--record-batches can write no file .*: {place};"):
+        check_recording_place(Path(place))
+
+
+def test_a_place_for_a_recording_is_made_and_left_empty(tmp_path: Path) -> None:
+    check_recording_place(tmp_path / "a" / "b")
+    check_recording_place(tmp_path / "a" / "b")
+    assert list((tmp_path / "a" / "b").iterdir()) == []

@@ -336,6 +336,11 @@ def test_too_little_memory_for_a_page_is_refused(decode_tokens: int | None) -> N
         limits_of(config(decode_max_total_tokens=decode_tokens), free_bytes=20_000)
 
 
+def test_a_decode_pool_that_leaves_the_ranks_nothing_is_refused_by_its_flag() -> None:
+    with pytest.raises(ConfigError, match=r"--decode-max-total-tokens leaves .*: 1000000000, of"):
+        limits_of(config(decode_max_total_tokens=10**9), free_bytes=2**30)
+
+
 # Shared memory -----------------------------------------------------------------------------------
 
 

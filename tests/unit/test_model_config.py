@@ -168,7 +168,7 @@ def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
         ModelConfig.from_directory(tmp_path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", ""])
+@pytest.mark.parametrize("content", ["{", "[]", "", "[" * 100_000])
 def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):

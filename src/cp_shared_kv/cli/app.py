@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 from cyclopts import App, Parameter
 from rich.console import Console
@@ -15,7 +16,7 @@ from cp_shared_kv.cli.plan import plan
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.cli.simulate import simulate
 from cp_shared_kv.cli.trace import app as trace_app
-from cp_shared_kv.errors import CpkvError
+from cp_shared_kv.errors import ConfigError, CpkvError
 
 EXIT_ERROR = 1
 
@@ -43,9 +44,26 @@ app.command(trace_app)
 app.command("cp_shared_kv.cli.sglang:app", name="sglang", help="The plugin for SGLang.")
 
 
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """ConfigError for an empty argument: as a path it would be the current directory.
+
+    `cpkv sglang` hands its arguments on, and takes any.
+    """
+    if arguments[:1] == ["sglang"]:
+        return
+    for before, argument in zip(["cpkv", *arguments], arguments, strict=False):
+        flag, sign, value = argument.partition("=")
+        if not argument or (flag.startswith("--") and sign and not value):
+            raise ConfigError(
+                f"the argument after {before} is empty" if not argument else f"{flag} is empty",
+                change="give it a value, or leave it out; a shell's variable may not be set",
+            )
+
+
 def run() -> int:
     """Run one command; what the user can mend is one line on stderr, not a traceback."""
     try:
+        refuse_empty(sys.argv[1:])
         return app() or 0
     except CpkvError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"cpkv: {error}", markup=False)

@@ -22,6 +22,7 @@ from cp_shared_kv.engine.guests import Guests
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
+from cp_shared_kv.engine.recording import check_recording_place
 from cp_shared_kv.engine.run_dir import RunDir
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sizing import (
@@ -73,6 +74,8 @@ class Cluster:
         self._stop_asked = stop_asked
         self._on_progress = on_progress
         self._run_dir: RunDir | None = None
+        if config.record_batches is not None:
+            check_recording_place(config.record_batches)
         remove_stale_segments()
         model = describe_model(config)
         self.limits: EngineLimits = _sized(config, model)

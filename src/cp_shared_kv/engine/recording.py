@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,24 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from cp_shared_kv.errors import CpkvError
+from cp_shared_kv.errors import ConfigError, CpkvError
 
 ROW_FIELDS = np.dtype([("batch", "<i8"), ("room", "<i8"), ("position", "<i8")])
 """What a recorded row of logits belongs to."""
+
+
+def check_recording_place(directory: Path) -> None:
+    """Make the directory of a recording. ConfigError where no file can be made in it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"--record-batches can write no file there ({error.strerror})",
+            value=directory,
+            change="name a directory that this user can make, or write to",
+        ) from error
 
 
 class MessageLog:

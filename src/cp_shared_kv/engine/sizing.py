@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 from cp_shared_kv.engine.budget import (
     SCRATCH_LAYERS,
@@ -17,7 +18,7 @@ from cp_shared_kv.engine.budget import (
 )
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
-from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.errors import CapacityError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.buffers import shared_memory_shortage
 from cp_shared_kv.memory.pool import KVPoolSpec
@@ -110,11 +111,37 @@ def _sized_by_budget(
     share: float,
 ) -> KVCapacity:
     """The largest pools of which all ranks', their scratch and decode's stay within the budgets."""
-    fitting = [_fitting(config, spec, context_length, place, share) for place in places]
+    fitting = [_fitting_or_why(config, spec, context_length, place, share) for place in places]
     # More than a few contexts a rank would only lengthen the start of a small model.
     owners, page_size = sharers(config), config.page_size
     enough = KVCapacity.from_tokens(4 * context_length + page_size, page_size, owners)
     return min(enough, *filter(None, fitting), key=lambda c: c.physical_pages)
+
+
+def _fitting_or_why(
+    config: EngineConfig, spec: KVPoolSpec, context_length: int, place: MemoryPlace, share: float
+) -> KVCapacity | None:
+    """As `_fitting`; where nothing fits, the error names the flags that would mend it."""
+    try:
+        return _fitting(config, spec, context_length, place, share)
+    except CapacityError as error:
+        budget = f"{int(place.free_bytes * share)} bytes, {share:.0%} of what is free"
+        too_little = error
+    decode_tokens = config.decode_max_total_tokens
+    if decode_tokens is not None:
+        alike = replace(config, decode_max_total_tokens=None)
+        with suppress(CapacityError):  # else the flag is not at fault, or not alone
+            _fitting(alike, spec, context_length, place, share)
+            raise ConfigError(
+                "--decode-max-total-tokens leaves the ranks too little memory for KV",
+                value=f"{decode_tokens}, of {budget}",
+                change="lower it, or drop it for as many tokens as a group has",
+            ) from too_little
+    raise CapacityError(
+        "the KV budget of a rank holds no page beside its scratch",
+        value=budget,
+        change="free memory, or lower --context-length or --chunked-prefill-size",
+    ) from too_little
 
 
 def _fitting(

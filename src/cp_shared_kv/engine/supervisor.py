@@ -293,8 +293,8 @@ class Supervisor:
         if name in self._leaving:
             return
         if not self._start_over or name in self._retired:
-            when = "" if self._start_over else " before all processes were ready"
-            self._fatal = self._fatal or f"{reason}{when}"
+            when = "" if self._start_over else "the start failed: "
+            self._fatal = self._fatal or f"{when}{reason}"
             return
         down = ProcessDown(life=str(unit.life), reason=as_reason(reason))
         self._tell(down)

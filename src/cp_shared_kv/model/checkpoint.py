@@ -113,7 +113,7 @@ class Checkpoint:
             return {}
         try:
             listed: Any = json.loads(path.read_bytes())["weight_map"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:
             raise CheckpointError("cannot read the weight_map of", value=path) from error
         if not isinstance(listed, dict):
             raise CheckpointError("the weight_map is not an object", value=path)
@@ -152,7 +152,7 @@ def _damage(path: Path, error: Exception) -> str:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
             return str(error)
     cut = [(end, name) for name, end in ends.items() if end > path.stat().st_size]
     if not cut:

@@ -153,7 +153,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"cannot read {path.name}", value=f"{path} ({error.strerror})"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON", value=f"{path} ({error})") from error
     if not isinstance(parsed, dict):
         raise CheckpointError(f"{path.name} is not a JSON object", value=path)

@@ -126,7 +126,7 @@ def model_named(model: str) -> ModelConfig:
         )
     try:
         fields = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError("config.json cannot be read", value=f"{path} ({error})") from error
     if not isinstance(fields, dict):
         raise CheckpointError("config.json is not a JSON object", value=path)

@@ -78,7 +78,7 @@ _NAMES = ("linear_flops", "index_flops", "mla_flops", "hbm_bytes", "link_bytes",
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("--gpu-results cannot be read", value=f"{path} ({error})") from error
     if not isinstance(content, dict):
         raise ConfigError("--gpu-results is not a JSON object", value=path)

@@ -70,7 +70,7 @@ class ChatTemplate:
         if path.is_file():
             try:
                 config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            except msgspec.DecodeError as error:
+            except (OSError, msgspec.DecodeError, RecursionError) as error:
                 raise CheckpointError(
                     f"tokenizer_config.json is damaged ({error})",
                     value=path,

@@ -35,7 +35,7 @@ class GenerationDefaults:
             return cls()
         try:
             config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except (OSError, msgspec.DecodeError, RecursionError) as error:
             raise CheckpointError(
                 f"generation_config.json is damaged ({error})",
                 value=path,

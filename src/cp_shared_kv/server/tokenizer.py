@@ -96,7 +96,7 @@ class Tokenizer:
 def _bos_settings(path: Path) -> tuple[bool, str | None]:
     try:
         config = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (OSError, msgspec.DecodeError, RecursionError) as error:
         raise CheckpointError(
             f"tokenizer_config.json is damaged ({error})", value=path, change="fetch the file again"
         ) from None

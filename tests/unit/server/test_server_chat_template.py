@@ -46,9 +46,10 @@ def test_a_file_of_its_own_goes_first(tmp_path):
 def test_a_template_with_a_mistake_is_told_at_the_start(tmp_path):
     with pytest.raises(CheckpointError, match="chat template"):
         ChatTemplate("{% for %}")
-    (tmp_path / "tokenizer_config.json").write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer_config"):
-        ChatTemplate.from_directory(tmp_path)
+    for content in ("{", '{"a":' + "[" * 100_000):
+        (tmp_path / "tokenizer_config.json").write_text(content)
+        with pytest.raises(CheckpointError, match="tokenizer_config"):
+            ChatTemplate.from_directory(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -95,8 +95,9 @@ def test_a_damaged_tokenizer_is_named(tmp_path, content):
     assert str(tmp_path / "tokenizer.json") in str(caught.value)
 
 
-def test_a_damaged_config_is_named(directory):
-    (directory / "tokenizer_config.json").write_text("{")
+@pytest.mark.parametrize("content", ["{", '{"a":' + "[" * 100_000])
+def test_a_damaged_config_is_named(directory, content):
+    (directory / "tokenizer_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is damaged"):
         Tokenizer.from_directory(directory)
 
