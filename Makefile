@@ -14,8 +14,8 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list these commands
 	@awk -F':.*## ' '/^[a-z -]+:.*## /{printf "  make %-18s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end, checked bit for bit
-	@$(BIN)/cpkv demo
+run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end, checked bit for bit; ARGS="..."
+	@$(BIN)/cpkv demo $(ARGS)
 
 serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="..." adds flags
 	@$(BIN)/cpkv serve --model-path demo --enable-metrics $(ARGS)
