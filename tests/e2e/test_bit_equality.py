@@ -64,8 +64,14 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "collective", "in-seq-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "pull", "round-robin-split"),
         ("demo", "auto", ("fp32", "fp32"), "sparse", "round-robin-split"),
-        ("demo", "auto", ("fp32", "fp32"), "sparse in blocks", "in-seq-split"),
-        ("wide", "auto", ("bf16", "fp8_scaled"), "sparse in blocks", "round-robin-split"),
+        pytest.param(
+            *("demo", "auto", ("fp32", "fp32"), "sparse in blocks", "in-seq-split"),
+            marks=pytest.mark.soak,
+        ),
+        pytest.param(
+            *("wide", "auto", ("bf16", "fp8_scaled"), "sparse in blocks", "round-robin-split"),
+            marks=pytest.mark.soak,
+        ),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse in blocks", "in-seq-split"),
     ],
 )
