@@ -315,7 +315,9 @@ def test_a_child_that_dies_during_the_start_is_named(tmp_path: Path) -> None:
 
     cluster = Cluster(small_config(), log_file=tmp_path / "log", on_progress=kill_a_rank)
     with (
-        pytest.raises(StartupError, match="the start failed: prefill-0/rank-1 was killed by SIGKILL"),
+        pytest.raises(
+            StartupError, match="the start failed: prefill-0/rank-1 was killed by SIGKILL"
+        ),
         cluster,
     ):
         pass
