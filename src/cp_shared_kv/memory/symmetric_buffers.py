@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from cp_shared_kv.errors import InvariantError
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
+from cp_shared_kv.memory.process_bytes import all_gather_bytes
 
 _log = logging.getLogger(__name__)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -104,7 +105,7 @@ def why_not_mapped(process_group: dist.ProcessGroup, device: torch.device) -> st
     """
     visible = [_digest(_uuid(index)) for index in range(torch.cuda.device_count())]
     host, own = _digest(_BOOT_ID.read_text()), visible[device.index]
-    told = _all_gather(host + own, process_group, device)
+    told = all_gather_bytes(host + own, process_group, device)
     hosts = {peer[:_DIGEST_BYTES] for peer in told}
     peers = [peer[_DIGEST_BYTES:] for peer in told]
     reasons: list[str] = []
@@ -121,7 +122,7 @@ def why_not_mapped(process_group: dist.ProcessGroup, device: torch.device) -> st
         reasons.append("no peer-to-peer access between the GPUs")
     # One rank's reason is every rank's.
     text = reasons[0].encode() if reasons else b""
-    answers = _all_gather(text.ljust(64)[:64], process_group, device)
+    answers = all_gather_bytes(text.ljust(64)[:64], process_group, device)
     return next((answer.decode().strip() for answer in answers if answer.strip()), None)
 
 
@@ -131,14 +132,3 @@ def _uuid(index: int) -> str:
 
 def _digest(text: str) -> bytes:
     return hashlib.sha256(text.encode()).digest()[:_DIGEST_BYTES]
-
-
-def _all_gather(
-    content: bytes, process_group: dist.ProcessGroup, device: torch.device
-) -> list[bytes]:
-    """Every rank's bytes, equally many, by rank."""
-    where = device if dist.get_backend(process_group) == "nccl" else torch.device("cpu")
-    local = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(where)
-    parts = [torch.empty_like(local) for _ in range(process_group.size())]
-    dist.all_gather(parts, local, group=process_group)
-    return [bytes(part.tolist()) for part in parts]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
@@ -64,13 +65,13 @@ class PeerPullReader:
         return sources
 
 
-def symmetric_buffer(pool: KVPool) -> SymmetricBuffer:
+def symmetric_buffer(pool: KVPool) -> SymmetricBuffer | MappedBuffer:
     """The pool's buffer; ConfigError where peers cannot reach it."""
-    if not isinstance(pool.buffer, SymmetricBuffer):
+    if not isinstance(pool.buffer, SymmetricBuffer | MappedBuffer):
         raise ConfigError(
             "the pool of a rank whose peers read it in place",
             value=type(pool.buffer).__name__,
-            allowed="a symmetric buffer",
+            allowed="a symmetric or a mapped buffer",
             change="read by collective (full_view) where the peers' memory cannot be mapped",
         )
     return pool.buffer

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from cp_shared_kv.errors import ConfigError
-from cp_shared_kv.integrations.sglang import ATTRIBUTE, FLAG, verify, versions
+from cp_shared_kv.integrations.sglang import ATTRIBUTE, FLAG, settings, verify, versions
 from cp_shared_kv.integrations.sglang.settings import ALL_RANKS_SEND, RUN_WITH_FLAG
 from cp_shared_kv.integrations.sglang.support import refusals
 
@@ -73,6 +73,10 @@ def validate(_result: None, self: Any) -> None:
         return
     reasons = [str(refusal) for refusal in refusals(self, dsa_model=_is_dsa(self))]
     reasons += verify.why_unfit(versions.installed_version())
+    try:
+        settings.read()
+    except ConfigError as error:
+        reasons.append(str(error))
     if reasons:
         raise ConfigError(
             f"{FLAG} cannot be used with these settings",

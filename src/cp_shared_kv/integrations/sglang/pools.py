@@ -3,18 +3,25 @@
 # pyright: basic, reportMissingImports=false
 from __future__ import annotations
 
+import logging
+
 import torch
 
 from cp_shared_kv.errors import StartupError
-from cp_shared_kv.integrations.sglang import ATTRIBUTE, verify
+from cp_shared_kv.integrations.sglang import ATTRIBUTE, settings, verify
 from cp_shared_kv.integrations.sglang.capacity import report_pool, scratch_size
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.memory.symmetric_buffers import why_not_mapped
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import TorchGroup
+from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.prefix_reader import PrefixReader
 from cp_shared_kv.reads.scratch import Scratch
+
+_log = logging.getLogger(__name__)
 
 
 def guard(original, self, *args, **kwargs):
@@ -40,7 +47,10 @@ def build(original, self):
     capacity: KVCapacity = self.cp_shared_kv_capacity
     size = scratch_size(self)
     group = get_attn_cp_group().device_group
-    sharing = sharing_over(group, capacity, size.limit_bytes, torch.device(self.device))
+    device = torch.device(self.device)
+    if device.type == "cuda":  # SGLang names no index: each process has made its GPU the current
+        device = torch.device("cuda", torch.cuda.current_device())
+    sharing = sharing_over(group, capacity, size.limit_bytes, device)
 
     def allocator(logical_size, **settings_of_allocator):
         return CPSharedPagedTokenToKVPoolAllocator(
@@ -77,17 +87,44 @@ def sharing_over(
     scratch_limit_bytes: int,
     device: torch.device,
 ):
-    """The parts of the core that a rank shares by: pages in ordinary memory, which RDMA can
-    register, and reads by a byte all-gather, which works on any group."""
+    """The parts of the core that a rank shares by. Collective.
+
+    Where the GPUs of the group can read each other, pages lie in plain CUDA memory that all ranks
+    map, and are pulled from their owners; else they go by a byte all-gather, which works on any
+    group. A transport can register either memory.
+    """
     from cp_shared_kv.integrations.sglang.pool import Sharing
 
     scratch = Scratch(scratch_limit_bytes, device)
     group = TorchGroup(process_group)
+    pulled = _pulled(process_group, device)
 
     def make_buffer(nbytes: int) -> Buffer:
+        if pulled:
+            return MappedBuffer.create(nbytes, process_group, device)
         return PrivateBuffer(nbytes, device)
 
     def make_reader(pool: KVPool) -> PrefixReader:
+        if pulled:
+            return PeerPullReader(group.cp_rank, pool)
         return FullViewReader(group, pool, scratch)
 
     return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader)
+
+
+def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
+    """Whether prefixes are pulled from their owners' GPUs. The same on all ranks; says it once."""
+    wanted = settings.read()
+    reason = f"{settings.READ}={wanted}" if wanted == "collective" else None
+    if reason is None:
+        reason = "no CUDA" if device.type != "cuda" else why_not_mapped(process_group, device)
+    if wanted == "pull" and reason is not None:
+        raise StartupError(
+            "GPUs of the CP group cannot read each other's memory",
+            value=reason,
+            change=f"{settings.READ}=auto or collective, or all ranks on one host",
+        )
+    if process_group.rank() == 0:
+        way = "are pulled from their owners" if reason is None else f"go by all-gather ({reason})"
+        _log.info("CP shared KV: cached prefixes %s", way)
+    return reason is None

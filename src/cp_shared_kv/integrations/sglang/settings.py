@@ -12,6 +12,8 @@ ALL_RANKS_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 """SGLang's: prefill ranks all send, and decode waits for all of them. Needed on both sides."""
 
 SCRATCH_TOKENS = "CPKV_SGLANG_SCRATCH_TOKENS"
+READ = "CPKV_SGLANG_READ"
+READS = ("auto", "pull", "collective")
 
 
 def run_with_flag() -> bool:
@@ -36,3 +38,11 @@ def scratch_tokens(context_tokens: int, chunk_tokens: int) -> int:
             change="raise it, or lower --context-length",
         )
     return int(text)
+
+
+def read() -> str:
+    """How cached prefixes are read: one of READS. ConfigError for anything else."""
+    wanted = os.environ.get(READ, "") or READS[0]
+    if wanted not in READS:
+        raise ConfigError(READ, value=wanted, allowed=", ".join(READS))
+    return wanted

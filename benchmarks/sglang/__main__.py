@@ -1,0 +1,106 @@
+"""`python -m benchmarks.sglang --model-path DIR`: SGLang with the plugin beside stock SGLang."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import Measurement
+from benchmarks.record import RESULTS, record
+from benchmarks.sglang import harness_plugin
+from benchmarks.sglang.comparing import compare
+from benchmarks.sglang.timing import time_servers
+from benchmarks.sglang.variants import VARIANTS, Variant
+from cp_shared_kv.testing.gpu import missing_for_gpus
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def main() -> int:
+    """Compare, then time; one result file for each that was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model-path", required=True, help="a DSA model that SGLang can load")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--part", action="append", choices=("bfloat16", "fp8_e4m3", "timing"))
+    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument("--wait", type=float, default=150, help="seconds for servers to come up")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--commit", default=None, help="for a copy of the sources without git")
+    options = parser.parse_args()
+    if missing := missing_for_gpus(options.gpus):
+        sys.exit(f"benchmarks.sglang: {missing}")
+    parts = options.part or ["bfloat16", "fp8_e4m3", "timing"]
+    options.results.mkdir(parents=True, exist_ok=True)
+    chosen = [variant for variant in VARIANTS if options.only in variant.name]
+    with tempfile.TemporaryDirectory() as folder:
+        harness_plugin.install(Path(folder))
+        path = [Path(folder), REPOSITORY]
+        config: dict[str, Any] = {"model": Path(options.model_path).name, "gpus": options.gpus}
+        config["doctor"] = _doctor()
+        for part in parts:
+            if part == "timing":
+                _time(chosen[0], options, path, config)
+                continue
+            variants = [variant for variant in chosen if variant.kv_dtype == part]
+            if variants:
+                _compare(part, variants, options, path, config)
+    return 0
+
+
+def _compare(
+    part: str, variants: list[Variant], options: Any, path: list[Path], config: dict[str, Any]
+) -> None:
+    found = compare(variants, options.model_path, options.gpus, options.results, path, options.wait)
+    record(
+        f"sglang_{part}", Measurement(config, {}, figures=found), options.results, options.commit
+    )
+    for name, seen in found.items():
+        print(f"== {name}")
+        requests = seen.get("requests") if isinstance(seen, dict) else None
+        if requests is None:
+            print(json.dumps(seen, indent=1) if not isinstance(seen, str) else seen)
+            continue
+        for request, what in requests.items():
+            print(f"  {request:32}", json.dumps(what))
+        for key, value in seen.items():
+            if key not in ("requests", "log"):
+                print(f"  {key}: {json.dumps(value)}")
+        if any(what["error"][1] for what in requests.values()):
+            print(seen["log"])
+
+
+def _time(variant: Variant, options: Any, path: list[Path], config: dict[str, Any]) -> None:
+    samples, figures = time_servers(
+        variant, options.model_path, options.gpus, options.results, path, options.wait
+    )
+    measured = Measurement({**config, "variant": variant.name}, samples, figures=figures)
+    record("sglang_timing", measured, options.results, options.commit)
+    for case, seconds in samples.items():
+        ordered = sorted(seconds)
+        median = ordered[len(ordered) // 2]
+        print(
+            f"{case:60} {median * 1e3:8.1f} ms ({ordered[0] * 1e3:.1f} to {ordered[-1] * 1e3:.1f})"
+        )
+    print(json.dumps(figures, indent=1))
+
+
+def _doctor() -> str:
+    """What `cpkv sglang doctor` says of this installation."""
+    command = [
+        sys.executable,
+        "-c",
+        "from cp_shared_kv.cli import main; main()",
+        "sglang",
+        "doctor",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return done.stdout + done.stderr
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,124 @@
+"""Stock beside shared: the same requests in the same order, and every bit that came back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.sglang.requests import Answer, ask, ask_at_once, prompt
+from benchmarks.sglang.servers import Server, await_all
+from benchmarks.sglang.variants import Farm, Variant
+
+STOCK_TOKENS = 65536
+SHARED_TOKENS = 16384
+"""Of one rank: a prompt of 20,000 fits two ranks' pools and not one."""
+OVER_ONE_RANK = 20_000
+
+
+def compare(
+    variants: list[Variant],
+    model_path: str,
+    gpus: int,
+    logs: Path,
+    path: list[Path],
+    seconds: float,
+) -> dict[str, Any]:
+    """All pairs of one KV type at once, decode beside them; by variant what was seen."""
+    farm = Farm(model_path, gpus, context_tokens=32768, compared=True)
+    kv_dtype = variants[0].kv_dtype
+    decode = farm.decode(kv_dtype, 131072)
+    small = farm.prefill(f"small-{kv_dtype}", variants[0], SHARED_TOKENS, shared=False)
+    pairs: list[tuple[Variant, Server, Server]] = []
+    for number, variant in enumerate(variants):
+        name = f"{kv_dtype}-{number}"
+        pairs.append(
+            (
+                variant,
+                farm.prefill(f"stock-{name}", variant, STOCK_TOKENS, shared=False),
+                farm.prefill(f"shared-{name}", variant, SHARED_TOKENS, shared=True),
+            )
+        )
+    servers = [decode, small, *(server for _, *two in pairs for server in two)]
+    try:
+        for server in servers:
+            server.start(logs, path)
+        failed = await_all(servers, seconds)
+        found: dict[str, Any] = {}
+        if decode.name in failed:
+            return {"decode": failed[decode.name]}
+        for variant, stock, shared in pairs:
+            why = {name: failed[name] for name in (stock.name, shared.name) if name in failed}
+            if why:
+                found[variant.name] = {"not started": why}
+                continue
+            found[variant.name] = _pair(stock, shared, decode)
+        if small.name not in failed:
+            answer = ask(small, None, prompt(9, OVER_ONE_RANK), timeout=30)
+            found[f"{variants[0].name}: stock, {SHARED_TOKENS} tokens"] = answer.as_json()
+        return found
+    finally:
+        for server in servers:
+            server.stop()
+
+
+def _pair(stock: Server, shared: Server, decode: Server) -> dict[str, Any]:
+    answers = {server.name: _requests(server, decode) for server in (stock, shared)}
+    ours, theirs = answers[shared.name], answers[stock.name]
+    return {
+        "requests": {
+            name: {
+                "same tokens": ours[name].ids == theirs[name].ids and bool(ours[name].ids),
+                "same bits": ours[name].logprobs == theirs[name].logprobs
+                and bool(ours[name].logprobs),
+                "first logprob": [a[name].logprobs[:1] for a in (theirs, ours)],
+                "cached": [a[name].cached for a in (theirs, ours)],
+                "error": [a[name].error for a in (theirs, ours)],
+                "seconds": [round(a[name].seconds, 3) for a in (theirs, ours)],
+            }
+            for name in ours
+        },
+        "stock repeats itself": theirs["6144"].logprobs == theirs["6144, flushed"].logprobs,
+        "shared repeats itself": ours["6144"].logprobs == ours["6144, flushed"].logprobs,
+        "startup": shared.lines("CP shared KV|KV Cache is allocated"),
+        "stock startup": stock.lines("KV Cache is allocated"),
+        "sent": _sent(shared),
+        "stock sent": _sent(stock),
+        "log": shared.errors(12),
+    }
+
+
+def _requests(prefill: Server, decode: Server) -> dict[str, Answer]:
+    long = prompt(9, OVER_ONE_RANK)
+    answers: dict[str, Answer] = {}
+    for name, ids in {
+        "70": prompt(1, 70),
+        "1000": prompt(2, 1000),
+        "3001": prompt(3, 3001),
+        "6144": prompt(4, 6144),
+        "6144 cached + 500": prompt(4, 6144) + prompt(5, 500),
+        "3001 cached + 1": [*prompt(3, 3001), 77],
+        "20000, more than a rank holds": long,
+        "20000 cached + 300": long + prompt(6, 300),
+        # 36,000 more tokens, so that what was cached has to go
+        **{f"12000 ({seed})": prompt(seed, 12_000) for seed in (21, 22, 23)},
+        "3001, after eviction": prompt(3, 3001),
+    }.items():
+        answers[name] = ask(prefill, decode, ids)
+    together = [prompt(seed, 1500 + 300 * seed) for seed in range(31, 35)]
+    for number, answer in enumerate(ask_at_once(prefill, decode, together)):
+        answers[f"four at once ({number})"] = answer
+    httpx.post(f"{prefill.url}/flush_cache", timeout=10)
+    answers["6144, flushed"] = ask(prefill, decode, prompt(4, 6144))
+    return answers
+
+
+def _sent(server: Server) -> dict[str, int]:
+    """Pages that each rank has sent, by its log."""
+    sent: dict[str, int] = {}
+    for line in server.lines("sent pages="):
+        words = dict(word.split("=", 1) for word in line.split() if "=" in word)
+        rank = f"rank {words['cp_rank']}"
+        sent[rank] = sent.get(rank, 0) + int(words["pages"])
+    return sent

@@ -1,0 +1,94 @@
+"""A test-only SGLang plugin: what comparing two servers on a small machine needs. Not our product.
+
+HARNESS_ANY_CP_SIZE=1    lifts SGLang's assertion that a CP group has 8 ranks
+HARNESS_SORTED_TOPK=1    top-k indices in ascending order of position: SGLang's kernel returns a set
+                         in the order of arrival, so that stock alone does not repeat its own bits
+HARNESS_COUNT_SENT=1     a line in the log for each send of KV pages, with their number
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+_log = logging.getLogger("harness")
+_NAME = "cpkv_harness"
+
+
+def install(folder: Path) -> None:
+    """Make the plugin known to processes that have `folder` and the checkout on their path."""
+    metadata = folder / f"{_NAME}-0.dist-info"
+    metadata.mkdir(parents=True, exist_ok=True)
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {_NAME}\nVersion: 0\n")
+    points = f"[sglang.srt.plugins]\n{_NAME} = benchmarks.sglang.harness_plugin:activate\n"
+    (metadata / "entry_points.txt").write_text(points)
+
+
+def activate() -> None:
+    """What SGLang calls in each of its processes."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if os.environ.get("HARNESS_ANY_CP_SIZE") == "1":
+        HookRegistry.register(
+            "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
+            _any_cp_size,
+            HookType.AROUND,
+        )
+    if os.environ.get("HARNESS_COUNT_SENT") == "1":
+        HookRegistry.register(
+            "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache",
+            _count_sent,
+            HookType.AFTER,
+        )
+    if os.environ.get("HARNESS_SORTED_TOPK") == "1":
+        _sort_topk()
+
+
+def _any_cp_size(original, self):
+    """The assertion looks at tp_size alone, and derives the sizes of groups from it."""
+    if not self.enable_nsa_prefill_context_parallel:
+        return original(self)
+    tp_size, self.tp_size = self.tp_size, 8
+    try:
+        original(self)
+    finally:
+        self.tp_size = tp_size
+    self.attn_cp_size = tp_size // self.dp_size
+    if self.nsa_prefill_cp_mode == "in-seq-split":
+        self.ep_size = tp_size
+    return None
+
+
+def _count_sent(result, self, _session_id, pages, *_args, **_kwargs):
+    _log.warning("sent pages=%d cp_rank=%d status=%s", len(pages), self.attn_cp_rank, result)
+
+
+def _sort_topk() -> None:
+    """Exchange SGLang's top-k functions, which it imports anew for each call."""
+    import sgl_kernel
+    import torch
+
+    unsorted = sgl_kernel.fast_topk_v2
+
+    def positions(score, lengths, topk, row_starts=None):
+        found = unsorted(score, lengths, topk, row_starts=row_starts)
+        last = torch.iinfo(torch.int32).max
+        ascending = torch.where(found < 0, last, found).sort(dim=1).values
+        return torch.where(ascending == last, -1, ascending)
+
+    def paged(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
+        found = positions(score, lengths, topk, row_starts)
+        tokens = torch.arange(len(found), device=found.device)
+        requests = torch.bucketize(tokens, cu_seqlens_q[1:].long(), right=True)
+        requests = requests.clamp(max=len(page_table_size_1) - 1)
+        locs = page_table_size_1[requests.unsqueeze(1), found.clamp(min=0).long()]
+        return torch.where(found < 0, -1, locs.int())
+
+    def ragged(score, lengths, topk_indices_offset, topk, row_starts=None):
+        found = positions(score, lengths, topk, row_starts)
+        return torch.where(found < 0, -1, found + topk_indices_offset.view(-1, 1)).int()
+
+    sgl_kernel.fast_topk_v2 = positions
+    sgl_kernel.fast_topk_transform_fused = paged
+    sgl_kernel.fast_topk_transform_ragged_fused = ragged

@@ -1,0 +1,78 @@
+"""Which pairs of servers are compared, and how each of them is started."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.sglang.servers import FLAG, Server
+
+CHUNK = 4096
+_PORTS_APART = 1100
+_HARNESS = {"HARNESS_ANY_CP_SIZE": "1", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
+_COMPARED = {"HARNESS_SORTED_TOPK": "1", "HARNESS_COUNT_SENT": "1"}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """What two servers have in common."""
+
+    kv_dtype: str
+    split: str
+    backend: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.kv_dtype}, {self.split}, {self.backend}"
+
+
+VARIANTS = (
+    Variant("bfloat16", "in-seq-split", "flashmla_sparse"),
+    Variant("bfloat16", "round-robin-split", "flashmla_sparse"),
+    Variant("bfloat16", "round-robin-split", "fa3"),
+    Variant("bfloat16", "in-seq-split", "tilelang"),
+    Variant("fp8_e4m3", "in-seq-split", "flashmla_sparse"),
+    Variant("fp8_e4m3", "round-robin-split", "flashmla_sparse"),
+    Variant("fp8_e4m3", "round-robin-split", "flashmla_kv"),
+)
+
+
+@dataclass
+class Farm:
+    """Makes servers, each with ports of its own."""
+
+    model_path: str
+    gpus: int
+    context_tokens: int
+    compared: bool
+    """Whether bits will be compared: top-k in order. Not for timing."""
+    made: int = 0
+
+    def prefill(
+        self, name: str, variant: Variant, tokens: int, shared: bool, read: str = "auto"
+    ) -> Server:
+        """A CP prefill server on all GPUs, with `tokens` a rank."""
+        server = self._server(name, variant.kv_dtype, tokens)
+        server.bootstrap_port = server.port + 99
+        server.flags += ["--tp", str(self.gpus), "--disaggregation-mode", "prefill"]
+        server.flags += ["--enable-nsa-prefill-context-parallel"]
+        server.flags += ["--nsa-prefill-cp-mode", variant.split]
+        server.flags += ["--nsa-prefill-backend", variant.backend]
+        if shared:
+            server.flags.append(FLAG)
+            server.environment["CPKV_SGLANG_READ"] = read
+        return server
+
+    def decode(self, kv_dtype: str, tokens: int) -> Server:
+        """A decode server on the last GPU."""
+        server = self._server(f"decode-{kv_dtype}", kv_dtype, tokens)
+        server.flags += ["--tp", "1", "--base-gpu-id", str(self.gpus - 1)]
+        server.flags += ["--disaggregation-mode", "decode"]
+        return server
+
+    def _server(self, name: str, kv_dtype: str, tokens: int) -> Server:
+        self.made += 1
+        flags = ["--model-path", self.model_path, "--context-length", str(self.context_tokens)]
+        flags += ["--chunked-prefill-size", str(CHUNK), "--kv-cache-dtype", kv_dtype]
+        flags += ["--max-total-tokens", str(tokens)]
+        environment = {**_HARNESS, **(_COMPARED if self.compared else {})}
+        return Server(name, 20000 + _PORTS_APART * self.made, flags, environment)
