@@ -82,7 +82,9 @@ def _sort_topk() -> None:
         tokens = torch.arange(len(found), device=found.device)
         requests = torch.bucketize(tokens, cu_seqlens_q[1:].long(), right=True)
         requests = requests.clamp(max=len(page_table_size_1) - 1)
-        locs = page_table_size_1[requests.unsqueeze(1), found.clamp(min=0).long()]
+        # Rows that pad a CP split may ask for positions past the table, which SGLang lets pass.
+        columns = found.clamp(min=0, max=page_table_size_1.shape[1] - 1).long()
+        locs = page_table_size_1[requests.unsqueeze(1), columns]
         return torch.where(found < 0, -1, locs.int())
 
     def ragged(score, lengths, topk_indices_offset, topk, row_starts=None):

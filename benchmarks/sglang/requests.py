@@ -40,7 +40,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def ask(
-    prefill: Server, decode: Server | None, ids: list[int], tokens: int = 8, timeout: float = 120
+    prefill: Server, decode: Server | None, ids: list[int], tokens: int = 8, timeout: float = 60
 ) -> Answer:
     """One request through a prefill server, and a decode server if there is one."""
     room = next(_rooms)

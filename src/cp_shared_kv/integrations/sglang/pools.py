@@ -113,7 +113,7 @@ def sharing_over(
 
 
 def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
-    """Whether prefixes are pulled from their owners' GPUs. The same on all ranks; says it once."""
+    """Whether prefixes are pulled from their owners' GPUs, said in the log. The same on all ranks."""
     wanted = settings.read()
     reason = f"{settings.READ}={wanted}" if wanted == "collective" else None
     if reason is None:
@@ -124,7 +124,6 @@ def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device)
             value=reason,
             change=f"{settings.READ}=auto or collective, or all ranks on one host",
         )
-    if process_group.rank() == 0:
-        way = "are pulled from their owners" if reason is None else f"go by all-gather ({reason})"
-        _log.info("CP shared KV: cached prefixes %s", way)
+    way = "are pulled from their owners" if reason is None else f"go by all-gather ({reason})"
+    _log.info("CP shared KV: cached prefixes %s", way)
     return reason is None
