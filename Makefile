@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: help run serve test check types unit format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -26,8 +26,13 @@ test: check ## everything that needs no GPU
 check: $(VENV)/.dev ## format, lint, types, layers, unit and property tests: under two minutes
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
 	$(BIN)/lint-imports
+	@$(MAKE) --no-print-directory -j2 --output-sync=target types unit
+
+types: $(VENV)/.dev # of their own only so that they use both cores
+	$(BIN)/pyright
+
+unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit tests/property
 
 format: $(VENV)/.dev ## rewrite the sources in the project's format

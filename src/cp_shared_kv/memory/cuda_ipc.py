@@ -16,6 +16,8 @@ import torch
 from cp_shared_kv.errors import CapacityError, InvariantError, StartupError
 
 HANDLE_BYTES = 64
+_GRANULE_BYTES = 2 << 20
+"""A transport that hands a whole allocation to a network card needs whole pages of the host's."""
 _OUT_OF_MEMORY = 2
 _ENABLE_PEER_ACCESS = 1
 
@@ -29,7 +31,10 @@ class _Allocation:
 
     def __init__(self, nbytes: int) -> None:
         pointer = ctypes.c_uint64()
-        code = _driver().cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes))
+        granules = -(-nbytes // _GRANULE_BYTES)
+        code = _driver().cuMemAlloc_v2(
+            ctypes.byref(pointer), ctypes.c_size_t(granules * _GRANULE_BYTES)
+        )
         if code == _OUT_OF_MEMORY:
             free, total = torch.cuda.mem_get_info()
             raise CapacityError(
