@@ -7,6 +7,7 @@ the attention backend, the indexer's store, its kernels (in Triton's interpreter
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import types
 from collections.abc import Sequence
@@ -114,6 +115,8 @@ class _Run:
             "kv_cache_dim": width,
         }
         sharing = sharing_over(context.process_group, capacity, 64 << 20, torch.device("cpu"))
+        # As with pulls between GPUs: here no stream of its own, yet the same turns.
+        sharing = dataclasses.replace(sharing, layers_in_scratch=2)
         ours = shared_pool(sharing)(capacity.logical_tokens, **settings)
         stock = NSATokenToKVPool(capacity.logical_tokens, **settings)
         requests = ReqToTokenPool(8, 2048, "cpu", False)

@@ -24,13 +24,14 @@ def test_less_than_a_context_is_refused(monkeypatch: pytest.MonkeyPatch, text: s
         scratch_tokens(163_840, 8_192)
 
 
-def test_one_layer_of_both_kinds_a_page_of_padding_and_the_gather() -> None:
+@pytest.mark.parametrize("layers", [1, 2])
+def test_layers_of_both_kinds_a_page_of_padding_each_and_the_gather(layers: int) -> None:
     spec = pool_spec(576, 512, 64, 128, 78)
 
-    size = ScratchSize.of(spec, 172_032, 8)
+    size = ScratchSize.of(spec, 172_032, 8, layers)
 
     assert size.batch_pages == 2_688
-    assert size.limit_bytes == 2_689 * (73_728 + 8_448) + 16 * 9 * 73_728
+    assert size.limit_bytes == layers * 2_689 * (73_728 + 8_448) + 16 * 9 * 73_728
 
 
 @pytest.mark.parametrize(("width", "row_bytes"), [(576, 1152), (656, 656)])

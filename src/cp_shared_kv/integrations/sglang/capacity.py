@@ -19,19 +19,19 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ScratchSize:
-    """The most that one batch may read and stage: whole pages, one layer of each kind at a time."""
+    """The most that one batch may read and stage: whole pages of a layer or two of each kind."""
 
     batch_pages: int
     """Pages of a batch's prefixes and chunk."""
     limit_bytes: int
 
     @classmethod
-    def of(cls, spec: KVPoolSpec, batch_tokens: int, cp_size: int) -> ScratchSize:
-        """With the page that padding points at, and the buffer of a gather."""
+    def of(cls, spec: KVPoolSpec, batch_tokens: int, cp_size: int, layers: int) -> ScratchSize:
+        """With the pages that padding points at, and the buffer of a gather."""
         pages = -(-batch_tokens // PAGE_SIZE)
         page_bytes = [spec.page_bytes(kind) for kind in PAGE_KINDS]
         gather_bytes = PAGES_PER_ROUND * (cp_size + 1) * max(page_bytes)
-        return cls(pages, (pages + 1) * sum(page_bytes) + gather_bytes)
+        return cls(pages, layers * (pages + 1) * sum(page_bytes) + gather_bytes)
 
 
 def model_pool_spec(runner) -> KVPoolSpec:
@@ -54,7 +54,10 @@ def scratch_size(runner) -> ScratchSize:
     chunk = args.chunked_prefill_size or 0
     chunk_tokens = chunk if chunk > 0 else args.max_prefill_tokens
     tokens = settings.scratch_tokens(runner.model_config.context_len, chunk_tokens)
-    return ScratchSize.of(model_pool_spec(runner), tokens, args.attn_cp_size)
+    # Whether they can be pulled is known once there are pools, which this is taken from.
+    may_pull = args.device == "cuda" and settings.read() != "collective"
+    layers = settings.LAYERS_WHERE_PULLED if may_pull else 1
+    return ScratchSize.of(model_pool_spec(runner), tokens, args.attn_cp_size, layers)
 
 
 def charge_scratch(available_bytes: int, self, _pre_model_load_memory) -> int:

@@ -17,6 +17,7 @@ from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import Buffer
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
+from cp_shared_kv.reads.layer_turns import LayerTurns
 from cp_shared_kv.reads.prefix_reader import PrefixReader
 from cp_shared_kv.reads.scratch import Scratch
 
@@ -30,6 +31,8 @@ class Sharing:
     scratch: Scratch
     make_buffer: Callable[[int], Buffer]
     make_reader: Callable[[KVPool], PrefixReader]
+    layers_in_scratch: int
+    """1, or 2 where a layer's prefix is read while the layer before is computed."""
 
     @property
     def layout(self) -> CpSharedKVLayout:
@@ -77,8 +80,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         self.pages = KVPool(spec, capacity.physical_pages, buffer)
         self.layout = self.sharing.layout
         self.reader = self.sharing.make_reader(self.pages)
+        self.turns = LayerTurns(self.reader, layer_num)
         self.batch: SharedBatch | None = None
-        self._in_scratch: dict[PageKind, int] = {}
         self._complete = False
         super().__init__(
             capacity.physical_tokens,
@@ -118,23 +121,26 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def begin(self, batch: SharedBatch) -> None:
         """Take the scratch of a batch. Collective for some readers: every rank, the same batch."""
         self.end()
-        views: dict[PageKind, torch.Tensor] = {
-            kind: self.sharing.scratch.take(
-                f"{kind} pages", batch.scratch_pages * self.pages.spec.page_bytes(kind)
-            ).view(batch.scratch_pages, -1)
+        views: dict[PageKind, list[torch.Tensor]] = {
+            kind: [
+                self.sharing.scratch.take(
+                    f"{kind} pages of turn {turn}",
+                    batch.scratch_pages * self.pages.spec.page_bytes(kind),
+                ).view(batch.scratch_pages, -1)
+                for turn in range(self.sharing.layers_in_scratch)
+            ]
             for kind in PAGE_KINDS
         }
-        for view in views.values():
+        for view in (*views["latent"], *views["index"]):
             view[-1].zero_()
-        self.reader.begin(batch.plan)
-        self._scratch_pages = views
+        self.turns.begin(batch.plan, views)
         self._over_scratch = _over(self, views)
         self.batch = batch
 
     def end(self) -> None:
         """The batch is over; what scratch holds is no longer of use."""
         self.batch = None
-        self._in_scratch.clear()
+        self.turns.end()
 
     def acquire(self, kind: PageKind, layer_id: int) -> None:
         """Bring a layer's prefix into scratch, once. Collective for some readers.
@@ -142,17 +148,16 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         Called by the first write of a layer, which every rank does alike; never by reads alone,
         some of which a rank without tokens leaves out.
         """
-        batch = self._current(kind, layer_id)
-        if self._in_scratch.get(kind) != layer_id:
-            self.reader.read(kind, layer_id - self._first(), batch.plan, self._scratch_pages[kind])
-            self._in_scratch[kind] = layer_id
+        self._current(kind, layer_id)
+        self.turns.bring(kind, layer_id - self._first())
 
     def keep_owned(self, kind: PageKind, layer_id: int) -> None:
         """Copy the staged rows of the pages that this rank owns into its pool."""
         batch = self._current(kind, layer_id)
+        layer = layer_id - self._first()
         page_format = self.pages.spec.format(kind)
-        rows = page_format.gather_rows(self._scratch_pages[kind], batch.writes.rows)
-        owned = self.pages.pages(kind, layer_id - self._first())
+        rows = page_format.gather_rows(self.turns.view(kind, layer), batch.writes.rows)
+        owned = self.pages.pages(kind, layer)
         page_format.scatter_rows(owned, batch.writes.physical_locs, rows)
 
     def set_mla_kv_buffer(self, layer, loc, cache_k_nope, cache_k_rope):
@@ -207,10 +212,10 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def _read(self, kind: PageKind, layer_id: int) -> NSATokenToKVPool:
         """The pool over scratch, which holds that layer."""
         self._current(kind, layer_id)
-        if self._in_scratch.get(kind) != layer_id:
+        if not self.turns.holds(kind, layer_id - self._first()):
             raise InvariantError(
                 f"{kind} KV of layer {layer_id} read before it was written",
-                value=self._in_scratch.get(kind),
+                value=self.turns.current(kind),
                 change="a forward writes a layer's chunk before it reads the layer",
             )
         return self._over_scratch
@@ -224,23 +229,27 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         return self.batch
 
 
-class _EveryLayer:
-    """A list with the same element at every index: scratch holds one layer at a time."""
+class _InTurns:
+    """A list of layers of which few are held: a layer's place is that of its turn."""
 
-    def __init__(self, element: torch.Tensor) -> None:
-        self._element = element
+    def __init__(self, places: list[torch.Tensor]) -> None:
+        self._places = places
 
-    def __getitem__(self, _index: int) -> torch.Tensor:
-        return self._element
+    def __getitem__(self, layer: int) -> torch.Tensor:
+        return self._places[layer % len(self._places)]
 
 
-def _over(pool: CPSharedNSATokenToKVPool, views: dict[PageKind, torch.Tensor]) -> NSATokenToKVPool:
+def _over(
+    pool: CPSharedNSATokenToKVPool, views: dict[PageKind, list[torch.Tensor]]
+) -> NSATokenToKVPool:
     """SGLang's own pool, of the same shape, with scratch for its buffers."""
     rows = pool.pages.spec.latent.row_bytes
     stock = object.__new__(NSATokenToKVPool)
     stock.__dict__.update(pool.__dict__)
-    stock.kv_buffer = _EveryLayer(views["latent"].view(-1, 1, rows).view(pool.store_dtype))
-    stock.index_k_with_scale_buffer = _EveryLayer(views["index"])
+    stock.kv_buffer = _InTurns(
+        [view.view(-1, 1, rows).view(pool.store_dtype) for view in views["latent"]]
+    )
+    stock.index_k_with_scale_buffer = _InTurns(views["index"])
     return stock
 
 

@@ -109,11 +109,13 @@ def sharing_over(
             return PeerPullReader(group.cp_rank, pool)
         return FullViewReader(group, pool, scratch)
 
-    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader)
+    # A gather of the next layer would meet other ranks out of turn.
+    layers = settings.LAYERS_WHERE_PULLED if pulled else 1
+    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader, layers)
 
 
 def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
-    """Whether prefixes are pulled from their owners' GPUs, said in the log. The same on all ranks."""
+    """Whether prefixes are pulled from their owners. The same on all ranks, and in their log."""
     wanted = settings.read()
     reason = f"{settings.READ}={wanted}" if wanted == "collective" else None
     if reason is None:

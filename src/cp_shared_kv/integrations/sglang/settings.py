@@ -14,6 +14,8 @@ ALL_RANKS_SEND = "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER"
 SCRATCH_TOKENS = "CPKV_SGLANG_SCRATCH_TOKENS"
 READ = "CPKV_SGLANG_READ"
 READS = ("auto", "pull", "collective")
+LAYERS_WHERE_PULLED = 2
+"""The prefix of the layer in use, and that of the next, on its way."""
 
 
 def run_with_flag() -> bool:

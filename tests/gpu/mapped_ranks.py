@@ -1,0 +1,105 @@
+"""What the tests of plain CUDA memory that all ranks map run on each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cp_shared_kv.layout.ownership import CpSharedKVLayout
+from cp_shared_kv.layout.pages import LogicalPages
+from cp_shared_kv.memory.formats.registry import index_format, latent_format
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
+from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
+from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.reads.layer_turns import LayerTurns
+from cp_shared_kv.reads.peer_pull import PeerPullReader
+from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
+from cp_shared_kv.testing.rank_process import RankContext
+
+POISON = 0xFF
+LAYERS = 6
+PHYSICAL_PAGES = 300
+PAGE_SIZE = 64
+TOKENS = 400 * PAGE_SIZE
+_nccl: dict[int, dist.ProcessGroup] = {}
+
+
+def nccl_of(context: RankContext) -> dist.ProcessGroup:
+    """The call's ranks over NCCL; made once, since each group has buffers of its own."""
+    if context.size not in _nccl:
+        group = dist.new_group(list(range(context.size)), backend="nccl")
+        assert isinstance(group, dist.ProcessGroup)
+        _nccl[context.size] = group
+    return _nccl[context.size]
+
+
+def check_turns(context: RankContext, latent: str) -> dict[str, Any]:
+    """Forwards over a mapped pool, two layers in scratch; every layer as its owners wrote it."""
+    torch.cuda.set_device(context.rank)
+    device = torch.device("cuda", context.rank)
+    spec = KVPoolSpec(
+        latent_format(latent, kv_lora_rank=512, qk_rope_head_dim=64, page_size=PAGE_SIZE),
+        index_format("fp8_scaled", index_head_dim=128, page_size=PAGE_SIZE),
+        LAYERS,
+        tuple(range(LAYERS)),
+    )
+    buffer = MappedBuffer.create(spec.pool_bytes(PHYSICAL_PAGES), nccl_of(context), device)
+    zero_before = not buffer.tensor.any()
+    pool = KVPool(spec, PHYSICAL_PAGES, buffer)
+    layout = CpSharedKVLayout(PAGE_SIZE, context.size, context.rank, physical_pages=PHYSICAL_PAGES)
+    turns = LayerTurns(PeerPullReader(context.rank, pool), LAYERS)
+    wrong: list[str] = []
+    for forward in range(3):
+        torch.cuda._sleep(30_000_000 * (context.rank + forward) % 90_000_000)
+        _write(pool, seed=10 * forward + context.rank)
+        pages = np.random.default_rng(forward).permutation(layout.logical_pages - 1)[:400] + 1
+        plan = ReadPlan.build(layout, [BatchSpan(LogicalPages(pages), TOKENS - 5, 5)])
+        views = {
+            kind: [
+                torch.full((401, spec.page_bytes(kind)), POISON, dtype=torch.uint8, device=device)
+                for _ in range(2)
+            ]
+            for kind in PAGE_KINDS
+        }
+        turns.begin(plan, views)
+        seen: dict[tuple[PageKind, int], torch.Tensor] = {}
+        for layer in range(LAYERS):
+            for kind in PAGE_KINDS:
+                turns.bring(kind, layer)
+                torch.cuda._sleep(3_000_000)  # the layer's arithmetic
+                seen[kind, layer] = turns.view(kind, layer)[: len(plan.logical_pages)].clone()
+        turns.end()
+        torch.cuda.synchronize()
+        for (kind, layer), got in seen.items():
+            if not torch.equal(got, _expected(context, pool, plan, kind, layer)):
+                wrong.append(f"{kind} {layer} of forward {forward}")
+        buffer.barrier()
+    return {
+        "zero_before": zero_before,
+        "wrong": wrong,
+        "own_distance": buffer.peer_distances_bytes[context.rank],
+    }
+
+
+def _write(pool: KVPool, seed: int) -> None:
+    """Random bytes in every page, by this rank's stream."""
+    generator = torch.Generator(pool.buffer.tensor.device).manual_seed(seed)
+    whole = pool.buffer.tensor
+    whole.copy_(torch.randint(0, 256, whole.shape, generator=generator, device=whole.device).byte())
+
+
+def _expected(
+    context: RankContext, pool: KVPool, plan: ReadPlan, kind: PageKind, layer: int
+) -> torch.Tensor:
+    """The plan's pages, by all-gather of whole layers."""
+    mine = pool.pages(kind, layer).contiguous()
+    everybody = [torch.empty_like(mine) for _ in range(context.size)]
+    dist.all_gather(everybody, mine, group=nccl_of(context))
+    parts = [
+        everybody[owner][plan.physical_pages[plan.owner_range(owner)].to(mine.device)]
+        for owner in range(context.size)
+    ]
+    return torch.cat(parts)
