@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.model.ops.gpu import ops_for
+from cp_shared_kv.model.ops.choice import ops_for
 from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import WeightLoader
@@ -69,5 +69,5 @@ def random_transformer(device: torch.device) -> Transformer:
     config: dict[str, Any] = SHAPE.config()
     model = ModelConfig.from_dict(config)
     weights = WeightLoader(RandomTensors(tensor_shapes(model)), model, torch.bfloat16, device)
-    _, ops = ops_for(device, torch.bfloat16)
+    _, ops = ops_for("auto", device, torch.bfloat16, model)
     return Transformer(model, weights.model(), ops)

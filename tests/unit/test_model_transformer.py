@@ -33,6 +33,10 @@ class Keys:
     request: int
     start: int
     keys: torch.Tensor
+    quantised: None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
 
 
 class TensorKV:
@@ -84,7 +88,7 @@ class TensorKV:
             part = slice(start, start + self.rows_at_once)
             yield part, selected[part]
 
-    def latent_rows(self, layer: int) -> None:
+    def latent_rows(self, layer: int, places: torch.Tensor) -> None:
         return None
 
 

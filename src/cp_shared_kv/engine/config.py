@@ -12,6 +12,7 @@ from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.host_address import check_host
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
+from cp_shared_kv.model.ops.names import AttentionOpsName
 from cp_shared_kv.reads.piece_size import PIECE_TOKENS
 from cp_shared_kv.transfer.messages import MAX_TOKENS
 from cp_shared_kv.transfer.transports import TransferBackend
@@ -64,6 +65,9 @@ class EngineConfig:
 
     dtype: Dtype = "auto"
     """Compute type of the model; auto takes the checkpoint's, with bfloat16 for its float16."""
+
+    attention_ops: AttentionOpsName = "auto"
+    """What computes sparse attention: torch, triton or hopper; auto takes the last that runs."""
 
     kv_cache_dtype: KVCacheDtype = "auto"
     """What KV pages store; auto takes the compute type, fp8_e4m3 needs a model of its widths."""
@@ -213,6 +217,7 @@ class EngineConfig:
         choices = {
             "device": get_args(Device),
             "dtype": get_args(Dtype),
+            "attention_ops": get_args(AttentionOpsName),
             "kv_cache_dtype": get_args(KVCacheDtype),
             "nsa_prefill_cp_mode": get_args(SplitMode),
             "kv_read": get_args(KVRead),
@@ -302,6 +307,12 @@ class EngineConfig:
                 value=self.kv_read,
                 allowed="auto",
                 change="add --enable-nsa-prefill-cp-shared-kv or drop --kv-read",
+            )
+        if self.attention_ops in ("triton", "hopper") and self.device != "cuda":
+            raise ConfigError(
+                f"--attention-ops {self.attention_ops} computes on GPUs",
+                value=f"--device {self.device}",
+                change="add --device cuda, or use --attention-ops auto",
             )
         if self.kv_read == "push" and self.device != "cuda":
             raise ConfigError(

@@ -16,7 +16,7 @@ from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.model.ops.gpu import ops_for
+from cp_shared_kv.model.ops.choice import check_choice, ops_for
 from cp_shared_kv.model.transformer import Transformer
 
 HEADER_LENGTH_BYTES = 8
@@ -62,6 +62,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
             value=config.kv_scratch_tokens,
             allowed=f"at least {model.index_topk} (index_topk)",
         )
+    check_choice(config.attention_ops, dtype, model)
     return ModelDescription(
         config=model,
         pool_spec=pool_spec(model, config.page_size, config.kv_cache_dtype, dtype),
@@ -74,7 +75,7 @@ def load_transformer(
     config: EngineConfig, model: ModelDescription, device: torch.device
 ) -> Transformer:
     """The model with its weights on a device, and a line in the log that says how it computes."""
-    name, ops = ops_for(device, model.compute_dtype)
+    name, ops = ops_for(config.attention_ops, device, model.compute_dtype, model.config)
     logger.info("attention by %s on %s", name, device.type)
     return Transformer.load(config.model_path, model.compute_dtype, ops, device)
 

@@ -75,3 +75,19 @@ def to_e4m3(values):
     subnormal = (least + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
     code = tl.where(magnitude < 0x3C800000, subnormal, tl.minimum(normal, 0x7E))
     return sign | tl.where(magnitude > 0x7F800000, 0x7F, code)
+
+
+@triton.jit
+def from_e4m3(codes, NATIVE: tl.constexpr):
+    """u8 codes -> fp32, exactly; NaN stays."""
+    if NATIVE:
+        values = codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        bits = codes.to(tl.int32)
+        magnitude = bits & 0x7F
+        # Normal numbers: the mantissa's 3 bits to the top of 23, the exponent from bias 7 to 127.
+        normal = ((magnitude << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        values = tl.where(magnitude < 8, magnitude.to(tl.float32) * 0.001953125, normal)
+        values = tl.where(magnitude == 0x7F, float("nan"), values)
+        values = tl.where(bits >= 0x80, -values, values)
+    return values

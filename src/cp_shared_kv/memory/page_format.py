@@ -129,6 +129,11 @@ class IndexFormat(PageFormat, ABC):
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """rows u8[n, row_bytes] -> [n, index_head_dim]."""
 
+    def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:  # noqa: ARG002
+        """rows u8[n, row_bytes] -> e4m3 codes u8[n, index_head_dim] and the scale of each key
+        fp32[n], both contiguous; None for a format that stores no such."""
+        return None
+
 
 def _check_slots(slots: torch.Tensor) -> None:
     # 576 * slot passes 2^31 at slot 3.73 million, so narrower indices would wrap silently.

@@ -84,10 +84,9 @@ class SparseAttention:
         kv: KVAccess,
     ) -> torch.Tensor:
         config = self._config
-        if self._ops.attend_rows is not None and (rows := kv.latent_rows(layer)) is not None:
-            attended = self._ops.attend_rows(q_latent, q_pe, rows, places, config.softmax_scale)
-            if attended is not None:
-                return attended
+        attended = self._attend_rows(q_latent, q_pe, places, layer, kv)
+        if attended is not None:
+            return attended
         attended = torch.empty_like(q_latent)
         width = config.kv_lora_rank + config.qk_rope_head_dim
         most = block_sizes(q_latent.device).most_gathered
@@ -107,3 +106,24 @@ class SparseAttention:
                 config.softmax_scale,
             )
         return attended
+
+    def _attend_rows(
+        self,
+        q_latent: torch.Tensor,
+        q_pe: torch.Tensor,
+        places: torch.Tensor,
+        layer: int,
+        kv: KVAccess,
+    ) -> torch.Tensor | None:
+        """The same on rows that are not gathered first; None where ops or KV have no way to."""
+        attend = self._ops.attend_rows
+        parts = None if attend is None else kv.latent_rows(layer, places)
+        if attend is None or parts is None:
+            return None
+        done: list[torch.Tensor] = []
+        for part, rows, there in parts:
+            attended = attend(q_latent[part], q_pe[part], rows, there, self._config.softmax_scale)
+            if attended is None:
+                return None
+            done.append(attended)
+        return done[0] if len(done) == 1 else torch.cat(done)

@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional
 
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.model.kv_access import KVAccess
+from cp_shared_kv.model.kv_access import IndexKeys, KVAccess
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.query_blocks import RequestBlocks
 from cp_shared_kv.model.rope import Rotation
@@ -68,11 +68,11 @@ class Indexer:
         for piece in kv.index_pieces(layer):
             blocks = requests[piece.request].blocks
             for block, its_best in zip(blocks, best[piece.request], strict=True):
-                keys = piece.keys[: max(0, block.most_visible - piece.start)]
-                if len(keys):
+                count = min(len(piece), block.most_visible - piece.start)
+                if count > 0:
                     rows = slice(block.start, block.stop)
-                    scores = self._ops.index_scores(q[rows], head_weights[rows], keys)
-                    last = piece.start + len(keys) == block.most_visible
+                    scores = self._scores(q[rows], head_weights[rows], piece, count)
+                    last = piece.start + count == block.most_visible
                     its_best.add(piece.start, scores, last=last)
         selected = torch.full((len(x), width), -1, dtype=torch.int64, device=x.device)
         for request, its_bests in zip(requests, best, strict=True):
@@ -83,6 +83,18 @@ class Indexer:
                     chosen < 0, -1, slots
                 )
         return selected
+
+    def _scores(
+        self, q: torch.Tensor, head_weights: torch.Tensor, piece: IndexKeys, count: int
+    ) -> torch.Tensor:
+        """fp32[n, count]: against the first keys of a piece, as they are stored if that goes."""
+        by_codes = self._ops.index_scores_fp8
+        if by_codes is not None and piece.quantised is not None:
+            codes, scales = piece.quantised
+            scores = by_codes(q, head_weights, codes[:count], scales[:count])
+            if scores is not None:
+                return scores
+        return self._ops.index_scores(q, head_weights, piece.keys[:count])
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Rotate the FIRST qk_rope_head_dim dimensions; MLA has them last."""

@@ -39,9 +39,17 @@ class IndexKeys(Protocol):
         """The position of the first."""
         ...
 
+    def __len__(self) -> int: ...
+
     @property
     def keys(self) -> torch.Tensor:
-        """[n, dI]."""
+        """[n, dI], in the compute dtype."""
+        ...
+
+    @property
+    def quantised(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The same as they are stored, e4m3 codes u8[n, dI] and a scale of each key fp32[n]; None
+        where they are not stored so."""
         ...
 
 
@@ -88,7 +96,12 @@ class KVAccess(Protocol):
         """The stored (latent [*, r], k_pe [*, dr]) at places i64[*], of any shape."""
         ...
 
-    def latent_rows(self, layer: int) -> torch.Tensor | None:
-        """What places are indices of: rows [*, r + dr] in the compute dtype, latent and k_pe side
-        by side. None where they are not stored so."""
+    def latent_rows(
+        self, layer: int, places: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]] | None:
+        """Rows [*, r + dr] that places i64[t, k] name: in the compute dtype, latent before k_pe.
+
+        Gives some of the t tokens after the other: which, the rows, and their places i64[n, k] in
+        those, below 0 for none. None where rows cannot be had so.
+        """
         ...

@@ -13,9 +13,11 @@ import torch
 from cp_shared_kv.errors import ConfigError, InvariantError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.sequence_split import SplitMode, split_tokens
+from cp_shared_kv.memory.formats.fp8_ds_mla import Fp8DsMlaFormat
 from cp_shared_kv.memory.formats.plain import PlainLatentFormat
 from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.memory.pool import KVPool, WritePlan
+from cp_shared_kv.memory.row_decoder import attendable_rows
 from cp_shared_kv.memory.row_encoder import RowEncoder
 from cp_shared_kv.reads.chunk_exchange import ChunkExchange
 from cp_shared_kv.reads.group import CPGroup
@@ -224,14 +226,24 @@ class ForwardKV:
         latent, k_pe = self._pool.spec.latent.decode(rows, self.dtype)
         return latent.unflatten(0, places.shape), k_pe.unflatten(0, places.shape)
 
-    def latent_rows(self, layer: int) -> torch.Tensor | None:
-        """Rows [*, kv_lora_rank + qk_rope_head_dim] as places index them, where the format stores
-        what is computed in; else None."""
+    def latent_rows(
+        self, layer: int, places: torch.Tensor
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]] | None:
+        """Rows [*, kv_lora_rank + qk_rope_head_dim] that places i64[t, k] name, and where in them.
+
+        Some of the t tokens after the other: which, the rows, and their places i64[n, k] in those,
+        below 0 for none. As they lie, where the format stores what is computed in; decoded by
+        kernel, from fp8 to bf16 on a GPU; else None.
+        """
         self._check_stored("latent", layer)
-        latent = self._pool.spec.latent
-        if not isinstance(latent, PlainLatentFormat) or latent.stored != self.dtype:
-            return None
-        return self._latent.rows(layer).view(self.dtype)
+        match self._pool.spec.latent:
+            case PlainLatentFormat(stored=stored) if stored == self.dtype:
+                rows = self._latent.rows(layer).view(self.dtype)
+                return iter([(slice(0, len(places)), rows, places)])
+            case Fp8DsMlaFormat() as page_format if places.is_cuda and self.dtype == torch.bfloat16:
+                return attendable_rows(page_format, self._latent.rows(layer), places)
+            case _:
+                return None
 
     def _check_stored(self, kind: PageKind, layer: int, has_it: bool = True) -> None:
         if layer != self._layer or not has_it:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
+from cp_shared_kv.memory.page_format import IndexFormat
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.index_pieces import IndexBlock, IndexPlan
 from cp_shared_kv.reads.plan import ReadPlan
@@ -21,8 +23,24 @@ class IndexKeys:
     request: int
     start: int
     """The position of the first."""
-    keys: torch.Tensor
-    """[n, index_head_dim]."""
+    rows: torch.Tensor
+    """u8[n, row_bytes]."""
+    page_format: IndexFormat
+    dtype: torch.dtype
+    """What keys are decoded to."""
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def keys(self) -> torch.Tensor:
+        """[n, index_head_dim]."""
+        return self.page_format.decode(self.rows, self.dtype)
+
+    @cached_property
+    def quantised(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Codes u8[n, index_head_dim] and scales fp32[n], where keys are stored so."""
+        return self.page_format.quantised(self.rows)
 
 
 class IndexSource:
@@ -73,8 +91,8 @@ class IndexSource:
                 slots = piece.slots[: max(0, seen[piece.request] - piece.start)]
                 if len(slots):
                     rows = index_format.gather_rows(pages, slots)
-                    keys = index_format.decode(rows, self._dtype)
-                    yield IndexKeys(piece.request, piece.start, keys)
+                    start = piece.start
+                    yield IndexKeys(piece.request, start, rows, index_format, self._dtype)
 
     def _read(self, layer: int, block: IndexBlock) -> None:
         self._reader.read("index", layer, block.pages, self._scratch)

@@ -26,6 +26,7 @@ class Fp8DsMlaFormat(LatentFormat):
     """e4m3 latent, its scales, bf16 rope. `kv_lora_rank` is a multiple of 128."""
 
     kv_lora_rank: int
+    qk_rope_head_dim: int
     scale_kind: ScaleKind
 
     @classmethod
@@ -44,7 +45,8 @@ class Fp8DsMlaFormat(LatentFormat):
             f"latent:fp8_ds_mla page_size={page_size} latent={kv_lora_rank}xe4m3"
             f" rope={qk_rope_head_dim}xbf16 scale={scale_kind} hadamard=no {rope}"
         )
-        return cls("fp8_ds_mla", page_size, sections, fingerprint, kv_lora_rank, scale_kind)
+        widths = kv_lora_rank, qk_rope_head_dim
+        return cls("fp8_ds_mla", page_size, sections, fingerprint, *widths, scale_kind)
 
     def encode(self, latent: torch.Tensor, k_pe: torch.Tensor) -> torch.Tensor:
         codes, scales = quantise(latent, self.scale_kind)

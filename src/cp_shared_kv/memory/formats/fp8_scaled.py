@@ -41,5 +41,9 @@ class Fp8ScaledFormat(IndexFormat):
         return torch.cat((codes, reinterpret(scales, torch.uint8)), dim=1)
 
     def decode(self, rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        codes, scales = self.quantised(rows)
+        return dequantise(codes, scales.unsqueeze(1), dtype)
+
+    def quantised(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes, scales = rows.tensor_split((FP8_INDEX_HEAD_DIM,), dim=1)
-        return dequantise(codes, reinterpret(scales, torch.float32), dtype)
+        return codes.contiguous(), reinterpret(scales, torch.float32).flatten()

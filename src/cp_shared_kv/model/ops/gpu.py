@@ -11,7 +11,6 @@ from dataclasses import replace
 import torch
 
 from cp_shared_kv.model.ops import reference
-from cp_shared_kv.model.ops.interface import AttentionOps
 
 _LEAST_WIDTH = 16
 
@@ -71,10 +70,3 @@ GPU_OPS = replace(
     sparse_attention=sparse_attention,
     attend_rows=attend_rows,
 )
-
-
-def ops_for(device: torch.device, dtype: torch.dtype) -> tuple[str, AttentionOps]:
-    """What a model computes attention with, and how a log names it."""
-    if device.type == "cuda" and dtype == torch.bfloat16:
-        return "triton kernels in bf16, and torch where rows have to be decoded", GPU_OPS
-    return f"plain torch in {str(dtype).removeprefix('torch.')}", reference.REFERENCE_OPS

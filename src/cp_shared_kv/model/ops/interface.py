@@ -1,4 +1,4 @@
-"""The three pure functions that sparse attention is made of."""
+"""The pure functions that sparse attention is made of."""
 
 from __future__ import annotations
 
@@ -30,6 +30,12 @@ class AttentionOps:
                      -> [n, H, r] or None
         The same of rows[slots], those below 0 left out, for rows as they are stored; the first
         slot of each token is none of these. None where it does not take these widths or types.
+        Where rows lie changes no bit, their order in `slots` may.
+    index_scores_fp8(q[n, HI, dI], head_weights fp32[n, HI], codes u8[m, dI], scales fp32[m])
+                     -> fp32 [n, m] or None
+        index_scores of keys that are stored as e4m3 with a scale each, with q rounded to e4m3 as
+        well, one scale a head. Cut keys: as there. None where it does not take these widths, or so
+        few queries; never by the keys.
     """
 
     index_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -41,5 +47,9 @@ class AttentionOps:
         Callable[
             [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor | None
         ]
+        | None
+    ) = None
+    index_scores_fp8: (
+        Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
         | None
     ) = None

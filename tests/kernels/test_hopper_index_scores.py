@@ -1,0 +1,52 @@
+"""What DeepGEMM is given: queries in e4m3, their scales in the head weights, keys as stored."""
+
+from __future__ import annotations
+
+import torch
+
+from cp_shared_kv.memory.formats.registry import index_format
+from cp_shared_kv.model.ops import hopper, reference
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    keys: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    starts: torch.Tensor,
+    ends: torch.Tensor,
+    *,
+    clean_logits: bool,
+) -> torch.Tensor:
+    """DeepGEMM's function in torch."""
+    codes, scales = keys
+    assert q.dtype == codes.dtype == torch.float8_e4m3fn
+    assert starts.dtype == ends.dtype == torch.int32
+    assert not starts.any()
+    assert (ends == len(codes)).all()
+    assert not clean_logits
+    return reference.index_scores(q.float(), weights, codes.float()) * scales
+
+
+def test_scores_are_those_of_the_decoded_keys_to_the_precision_of_the_queries(
+    device: torch.device,
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(hopper.LEAST_QUERIES, 32, 128, generator=generator).bfloat16()
+    weights = torch.randn(len(q), 32, generator=generator)
+    stored = index_format("fp8_scaled", index_head_dim=128, page_size=64)
+    rows = stored.encode(torch.randn(50, 128, generator=generator))
+    quantised = stored.quantised(rows)
+    assert quantised is not None
+    codes, scales = (part.to(device) for part in quantised)
+    got = hopper.index_scores_fp8(fp8_mqa_logits, q.to(device), weights.to(device), codes, scales)
+    assert got is not None
+    expected = reference.index_scores(q, weights, stored.decode(rows, torch.float32))
+    error = (got.cpu() - expected).norm() / expected.norm()
+    assert 0 < error < 0.03
+    few = slice(hopper.LEAST_QUERIES - 1)
+    assert (
+        hopper.index_scores_fp8(
+            fp8_mqa_logits, q[few].to(device), weights[few].to(device), codes, scales
+        )
+        is None
+    )
