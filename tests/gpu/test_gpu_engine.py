@@ -14,6 +14,8 @@ import pytest
 from cp_shared_kv.engine.cluster import Cluster, no_progress
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.errors import CapacityError, ConfigError
+from cp_shared_kv.model.config import ModelConfig
+from cp_shared_kv.model.ops.hopper import lacking_for
 from cp_shared_kv.testing.gpu import missing_for_gpus
 from cp_shared_kv.testing.rank_process import load
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
@@ -35,8 +37,19 @@ def _two_gpus() -> None:
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bf16 checkpoint of widths that every page format takes."""
-    directory = tmp_path_factory.mktemp("wide") / "model"
-    make_tiny_checkpoint(directory, ModelShape(kv_lora_rank=256, index_head_dim=128), seed=1)
+    shape = ModelShape(kv_lora_rank=256, index_head_dim=128)
+    return bf16_checkpoint(tmp_path_factory.mktemp("wide") / "model", shape)
+
+
+@pytest.fixture(scope="module")
+def hopper_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 checkpoint of widths that DeepGEMM and FlashMLA take."""
+    shape = ModelShape(kv_lora_rank=512, qk_rope_head_dim=64, index_n_heads=32, index_head_dim=128)
+    return bf16_checkpoint(tmp_path_factory.mktemp("hopper") / "model", shape)
+
+
+def bf16_checkpoint(directory: Path, shape: ModelShape) -> Path:
+    make_tiny_checkpoint(directory, shape, seed=1)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     return directory
@@ -51,6 +64,8 @@ def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("wide", "auto", ("bf16", "fp8_scaled"), "pull", "round-robin-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "auto", "round-robin-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "push", "in-seq-split"),
+        ("hopper", "auto", ("bf16", "fp8_scaled"), "pull", "in-seq-split"),
+        ("hopper", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "auto", "round-robin-split"),
     ],
 )
 def test_sharing_changes_no_bit_of_any_logit(
@@ -60,8 +75,12 @@ def test_sharing_changes_no_bit_of_any_logit(
     kv_read: str,
     split: str,
     wide_model: Path,
+    hopper_model: Path,
     tmp_path: Path,
 ) -> None:
+    paths = {"wide": wide_model, "hopper": hopper_model}
+    if model == "hopper" and (lacking := lacking_for(ModelConfig.from_directory(hopper_model))):
+        pytest.skip("; ".join(lacking))
     shared, replicated = tmp_path / "shared", tmp_path / "replicated"
     config = small_config(
         device="cuda",
@@ -69,7 +88,8 @@ def test_sharing_changes_no_bit_of_any_logit(
         kv_read=kv_read,
         nsa_prefill_cp_mode=split,
         record_batches=shared,
-        **({"model_path": wide_model} if model == "wide" else {}),
+        attention_ops="hopper" if model == "hopper" else "auto",
+        **({"model_path": paths[model]} if model in paths else {}),
     )
     waves = load(f"{CPU_TESTS}:conversation")()
     with running(config, tmp_path / "log") as served:

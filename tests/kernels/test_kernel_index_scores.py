@@ -27,3 +27,17 @@ def test_scores_are_the_references(
     torch.testing.assert_close(got.cpu(), expected, atol=2e-4, rtol=1e-5)
     again = index_scores(q.to(device), weights.to(device), k.to(device))
     assert torch.equal(again, got)
+
+
+def test_cut_keys_have_the_scores_of_the_whole(device: torch.device) -> None:
+    from cp_shared_kv.kernels.index_scores import index_scores
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q = torch.randn(3, 16, 32, generator=generator).to(device, dtype)
+    keys = torch.randn(1500, 32, generator=generator).to(device, dtype)
+    weights = torch.randn(3, 16, generator=generator).to(device)
+    whole = index_scores(q, weights, keys)
+    for part in (slice(0, 1024), slice(1024, 1500), slice(0, 1300)):
+        assert torch.equal(index_scores(q, weights, keys[part].clone()), whole[:, part])
+    assert torch.equal(index_scores(q[1:2], weights[1:2], keys), whole[1:2])

@@ -40,3 +40,27 @@ def test_attention_is_the_references(
     )
     accuracy = 2e-2 if dtype == torch.bfloat16 else 1e-5
     torch.testing.assert_close(got.cpu().float(), expected, atol=accuracy, rtol=accuracy)
+
+
+def test_where_rows_lie_changes_no_bit(device: torch.device) -> None:
+    from cp_shared_kv.kernels.sparse_attention import sparse_attention
+
+    generator = torch.Generator().manual_seed(0)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    q_latent = torch.randn(3, 16, 64, generator=generator).to(device, dtype)
+    q_pe = torch.randn(3, 16, 16, generator=generator).to(device, dtype)
+    rows = torch.randn(90, 80, generator=generator).to(device, dtype)
+    slots = torch.stack([torch.randperm(90, generator=generator)[:50] for _ in range(3)])
+    slots[2, 20:] = -1
+    slots = slots.to(device)
+    first = sparse_attention(q_latent, q_pe, rows, slots, 0.1)
+    order = torch.randperm(90, generator=generator).to(device)
+    moved = torch.empty_like(rows)
+    moved[order] = rows
+    there = torch.where(slots < 0, -1, order[slots.clamp(min=0)])
+    padded = torch.nn.functional.pad(there, (0, 40), value=-1)
+    for places in (there, padded):
+        assert torch.equal(sparse_attention(q_latent, q_pe, moved, places, 0.1), first)
+    assert torch.equal(
+        sparse_attention(q_latent[1:2], q_pe[1:2], rows, slots[1:2], 0.1), first[1:2]
+    )
