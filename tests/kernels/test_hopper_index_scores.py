@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from cp_shared_kv.memory.formats.registry import index_format
@@ -27,26 +28,27 @@ def fp8_mqa_logits(
     return reference.index_scores(q.float(), weights, codes.float()) * scales
 
 
+@pytest.mark.parametrize("rows", [1, hopper.LEAST_QUERIES - 1, hopper.LEAST_QUERIES])
 def test_scores_are_those_of_the_decoded_keys_to_the_precision_of_the_queries(
-    device: torch.device,
+    device: torch.device, rows: int
 ) -> None:
     generator = torch.Generator().manual_seed(0)
-    q = torch.randn(hopper.LEAST_QUERIES, 32, 128, generator=generator).bfloat16()
+    q = torch.randn(rows, 32, 128, generator=generator).bfloat16()
     weights = torch.randn(len(q), 32, generator=generator)
     stored = index_format("fp8_scaled", index_head_dim=128, page_size=64)
-    rows = stored.encode(torch.randn(50, 128, generator=generator))
-    quantised = stored.quantised(rows)
+    keys = stored.encode(torch.randn(150, 128, generator=generator))
+    quantised = stored.quantised(keys)
     assert quantised is not None
     codes, scales = (part.to(device) for part in quantised)
     got = hopper.index_scores_fp8(fp8_mqa_logits, q.to(device), weights.to(device), codes, scales)
-    assert got is not None
-    expected = reference.index_scores(q, weights, stored.decode(rows, torch.float32))
+    expected = reference.index_scores(q, weights, stored.decode(keys, torch.float32))
     error = (got.cpu() - expected).norm() / expected.norm()
     assert 0 < error < 0.03
-    few = slice(hopper.LEAST_QUERIES - 1)
-    assert (
+    few, many = (
         hopper.index_scores_fp8(
-            fp8_mqa_logits, q[few].to(device), weights[few].to(device), codes, scales
-        )
-        is None
-    )
+            fp8_mqa_logits, q.repeat(64, 1, 1)[part].to(device),
+            weights.repeat(64, 1)[part].to(device), codes, scales,
+        )[:1]
+        for part in (slice(0, 1), slice(0, hopper.LEAST_QUERIES))
+    )  # fmt: skip
+    torch.testing.assert_close(few, many, atol=2e-4, rtol=1e-5)

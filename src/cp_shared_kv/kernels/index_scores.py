@@ -21,11 +21,17 @@ LEAST_HEADS = 16
 WARPS = 8
 
 
-def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+def index_scores(
+    q: torch.Tensor,
+    head_weights: torch.Tensor,
+    keys: torch.Tensor,
+    scales: torch.Tensor | None = None,
+) -> torch.Tensor:
     """fp32[n, m]: sum_h head_weights[t, h] * relu(q[t, h] . keys[s]), products and sums in fp32.
 
     q [n, heads, width] and keys [m, width], of one float type, and head_weights fp32[n, heads], all
-    contiguous; width a power of two of 16 or more.
+    contiguous; width a power of two of 16 or more, of 32 for e4m3. With scales fp32[m] the score of
+    each key is multiplied by its own.
     """
     rows, heads, width = q.shape
     count = len(keys)
@@ -34,12 +40,14 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor
         q,
         head_weights,
         keys,
+        keys if scales is None else scales,
         scores,
         rows,
         count,
         heads,
         max(LEAST_HEADS, triton.next_power_of_2(heads)),
         width,
+        scales is not None,
         ROWS,
         KEYS,
         num_warps=WARPS,
@@ -52,12 +60,14 @@ def _index_scores(
     q,
     head_weights,
     keys,
+    scales,
     scores,
     rows,
     count,
     HEADS: tl.constexpr,
     PADDED_HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
+    SCALED: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
 ):
@@ -69,6 +79,8 @@ def _index_scores(
     tile = tl.load(
         keys + key[None, :].to(tl.int64) * WIDTH + dimension[:, None], mask=a_key, other=0.0
     )
+    if SCALED:
+        scale = tl.load(scales + key, mask=key < count, other=0.0)
     first = tl.program_id(1) * ROWS
     for turn in range(tl.minimum(rows - first, ROWS)):
         row = (first + turn).to(tl.int64)
@@ -80,4 +92,6 @@ def _index_scores(
         weights = tl.load(head_weights + row * HEADS + head, mask=head < HEADS, other=0.0)
         products = tl.maximum(tl.dot(queries, tile, input_precision="ieee"), 0.0)
         score = tl.sum(products * weights[:, None], axis=0)
+        if SCALED:
+            score *= scale
         tl.store(scores + row * count + key, score, mask=key < count)

@@ -87,13 +87,11 @@ class Indexer:
     def _scores(
         self, q: torch.Tensor, head_weights: torch.Tensor, piece: IndexKeys, count: int
     ) -> torch.Tensor:
-        """fp32[n, count]: against the first keys of a piece, as they are stored if that goes."""
+        """fp32[n, count], of the first keys of a piece: as they are stored, if ops take that."""
         by_codes = self._ops.index_scores_fp8
         if by_codes is not None and piece.quantised is not None:
             codes, scales = piece.quantised
-            scores = by_codes(q, head_weights, codes[:count], scales[:count])
-            if scores is not None:
-                return scores
+            return by_codes(q, head_weights, codes[:count], scales[:count])
         return self._ops.index_scores(q, head_weights, piece.keys[:count])
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

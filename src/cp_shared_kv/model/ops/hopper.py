@@ -75,25 +75,20 @@ def index_scores_fp8(
     head_weights: torch.Tensor,
     codes: torch.Tensor,
     scales: torch.Tensor,
-) -> torch.Tensor | None:
-    """See AttentionOps, by deep_gemm.fp8_mqa_logits."""
-    rows, count = len(q), len(codes)
-    if rows < LEAST_QUERIES:
-        return None
+) -> torch.Tensor:
+    """See AttentionOps, by deep_gemm.fp8_mqa_logits; of few queries by our own kernel."""
     # Here, since without a GPU there need not be a triton.
+    from cp_shared_kv.kernels.index_scores import index_scores
     from cp_shared_kv.kernels.quantise_queries import quantise_queries
 
     q_codes, weights = quantise_queries(q.contiguous(), head_weights.contiguous())
-    first = torch.zeros(rows, dtype=torch.int32, device=q.device)
+    queries, keys = (part.view(torch.float8_e4m3fn) for part in (q_codes, codes))
+    if len(q) < LEAST_QUERIES:
+        return index_scores(queries, weights, keys, scales)
+    first = torch.zeros(len(q), dtype=torch.int32, device=q.device)
+    last = torch.full_like(first, len(codes))
     # What is not cleaned lies past the last key, and is no part of what is returned.
-    return kernel(
-        q_codes.view(torch.float8_e4m3fn),
-        (codes.view(torch.float8_e4m3fn), scales),
-        weights,
-        first,
-        torch.full_like(first, count),
-        clean_logits=False,
-    )
+    return kernel(queries, (keys, scales), weights, first, last, clean_logits=False)
 
 
 def attend_rows(

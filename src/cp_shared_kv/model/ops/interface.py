@@ -32,10 +32,9 @@ class AttentionOps:
         slot of each token is none of these. None where it does not take these widths or types.
         Where rows lie changes no bit, their order in `slots` may.
     index_scores_fp8(q[n, HI, dI], head_weights fp32[n, HI], codes u8[m, dI], scales fp32[m])
-                     -> fp32 [n, m] or None
+                     -> fp32 [n, m], contiguous in a row
         index_scores of keys that are stored as e4m3 with a scale each, with q rounded to e4m3 as
-        well, one scale a head. Cut keys: as there. None where it does not take these widths, or so
-        few queries; never by the keys.
+        well, one scale a head. Cut keys: as there.
     """
 
     index_scores: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -50,6 +49,5 @@ class AttentionOps:
         | None
     ) = None
     index_scores_fp8: (
-        Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
-        | None
+        Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor] | None
     ) = None
