@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch.nn import functional
@@ -16,6 +16,8 @@ from cp_shared_kv.model.running_topk import RunningTopK
 from cp_shared_kv.model.weights import IndexerWeights
 
 _KEY_NORM_EPS = 1e-6  # of the LayerNorm; config.json does not have it
+_Scores = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
+"""Queries, head weights and a number of keys to fp32[n, m]."""
 
 
 class Indexer:
@@ -67,11 +69,12 @@ class Indexer:
         ]
         for piece in kv.index_pieces(layer):
             blocks = requests[piece.request].blocks
+            scores_of = self._scores_of(piece)
             for block, its_best in zip(blocks, best[piece.request], strict=True):
                 count = min(len(piece), block.most_visible - piece.start)
                 if count > 0:
                     rows = slice(block.start, block.stop)
-                    scores = self._scores(q[rows], head_weights[rows], piece, count)
+                    scores = scores_of(q[rows], head_weights[rows], count)
                     last = piece.start + count == block.most_visible
                     its_best.add(piece.start, scores, last=last)
         selected = torch.full((len(x), width), -1, dtype=torch.int64, device=x.device)
@@ -84,15 +87,16 @@ class Indexer:
                 )
         return selected
 
-    def _scores(
-        self, q: torch.Tensor, head_weights: torch.Tensor, piece: IndexKeys, count: int
-    ) -> torch.Tensor:
-        """fp32[n, count], of the first keys of a piece: as they are stored, if ops take that."""
+    def _scores_of(self, piece: IndexKeys) -> _Scores:
+        """What scores queries against the first keys of a piece: as they are stored, if ops take
+        that. Made once a piece, for keys are decoded or copied here."""
         by_codes = self._ops.index_scores_fp8
-        if by_codes is not None and piece.quantised is not None:
-            codes, scales = piece.quantised
-            return by_codes(q, head_weights, codes[:count], scales[:count])
-        return self._ops.index_scores(q, head_weights, piece.keys[:count])
+        quantised = None if by_codes is None else piece.quantised
+        if by_codes is None or quantised is None:
+            keys = piece.keys
+            return lambda q, weights, count: self._ops.index_scores(q, weights, keys[:count])
+        codes, scales = quantised
+        return lambda q, weights, count: by_codes(q, weights, codes[:count], scales[:count])
 
     def _rotated(self, x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
         """Rotate the FIRST qk_rope_head_dim dimensions; MLA has them last."""

@@ -43,13 +43,13 @@ class IndexKeys(Protocol):
 
     @property
     def keys(self) -> torch.Tensor:
-        """[n, dI], in the compute dtype."""
+        """[n, dI], in the compute dtype; decoded at each access."""
         ...
 
     @property
     def quantised(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """The same as they are stored, e4m3 codes u8[n, dI] and a scale of each key fp32[n]; None
-        where they are not stored so."""
+        """As they are stored, e4m3 codes u8[n, dI] and a scale of each key fp32[n], copied at each
+        access; None where they are not stored so."""
         ...
 
 

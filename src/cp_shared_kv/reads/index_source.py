@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
@@ -32,14 +31,15 @@ class IndexKeys:
     def __len__(self) -> int:
         return len(self.rows)
 
-    @cached_property
+    @property
     def keys(self) -> torch.Tensor:
-        """[n, index_head_dim]."""
+        """[n, index_head_dim], decoded at each access."""
         return self.page_format.decode(self.rows, self.dtype)
 
-    @cached_property
+    @property
     def quantised(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Codes u8[n, index_head_dim] and scales fp32[n], where keys are stored so."""
+        """Codes u8[n, index_head_dim] and scales fp32[n], copied at each access, where keys are
+        stored so."""
         return self.page_format.quantised(self.rows)
 
 
