@@ -33,7 +33,7 @@ class Keys:
     request: int
     start: int
     keys: torch.Tensor
-    quantised: None = None
+    quantised: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def __len__(self) -> int:
         return len(self.keys)
@@ -210,6 +210,32 @@ def test_a_block_scores_only_the_keys_it_can_see(checkpoint: Path) -> None:
     ops = dataclasses.replace(REFERENCE_OPS, index_scores=index_scores)
     alone(Transformer.load(checkpoint, ops=ops), tokens(300))
     assert widths == [128, 256, 300] * 2
+
+
+def test_keys_are_scored_as_they_are_stored_where_ops_take_them_so(checkpoint: Path) -> None:
+    class Quantised(TensorKV):
+        piece_tokens = 128
+
+        def index_pieces(self, layer: int) -> Iterator[Keys]:
+            for piece in super().index_pieces(layer):
+                scales = torch.full((len(piece),), 2.0)
+                yield dataclasses.replace(piece, quantised=(piece.keys / 2, scales))
+
+    def index_scores_fp8(
+        q: torch.Tensor, weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+    ) -> torch.Tensor:
+        return REFERENCE_OPS.index_scores(q, weights, codes) * scales
+
+    def logits(kv_class: type[TensorKV], transformer: Transformer) -> torch.Tensor:
+        kv = kv_class(transformer.config, 300)
+        positions = kv.begin([(torch.arange(300), 300)])
+        return transformer.logits(transformer.forward(tokens(300), positions, kv))
+
+    ops = dataclasses.replace(REFERENCE_OPS, index_scores_fp8=index_scores_fp8)
+    by_codes = Transformer.load(checkpoint, ops=ops)
+    expected = alone(by_codes, tokens(300))  # keys that are stored otherwise go by index_scores
+    assert torch.equal(logits(Quantised, by_codes), expected)
+    assert torch.equal(logits(Quantised, Transformer.load(checkpoint)), expected)
 
 
 def test_bf16_runs_and_gives_fp32_logits(checkpoint: Path) -> None:
