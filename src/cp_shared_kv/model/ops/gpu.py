@@ -25,6 +25,13 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor
     return kernel.index_scores(q.contiguous(), head_weights.contiguous(), keys.contiguous())
 
 
+def select_topk(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
+    """See AttentionOps. By kernel: one launch, and the host does not wait."""
+    from cp_shared_kv.kernels import select_topk as kernel
+
+    return kernel.select_topk(scores, visible, k)
+
+
 def sparse_attention(
     q_latent: torch.Tensor,
     q_pe: torch.Tensor,
@@ -67,6 +74,7 @@ def _suits_a_tile(width: int) -> bool:
 GPU_OPS = replace(
     reference.REFERENCE_OPS,
     index_scores=index_scores,
+    select_topk=select_topk,
     sparse_attention=sparse_attention,
     attend_rows=attend_rows,
 )
