@@ -100,14 +100,14 @@ def attend_rows(
     scale: float,
 ) -> torch.Tensor:
     """See AttentionOps, by sgl_kernel.flash_mla.flash_mla_sparse_fwd."""
-    tokens, heads, width = q_latent.shape
-    q = q_latent.new_zeros(tokens, -(-heads // HEADS_AT_ONCE) * HEADS_AT_ONCE, width + ROPE)
-    torch.cat([q_latent, q_pe], dim=2, out=q[:, :heads])
-    padding = -slots.shape[1] % SLOTS_AT_ONCE
-    indices = functional.pad(slots.int(), (0, padding), value=-1).unsqueeze(1)
-    return kernel(q=q, kv=rows.unsqueeze(1), indices=indices, sm_scale=scale, d_v=width)[0][
-        :, :heads
-    ]
+    heads, width = q_latent.shape[1:]
+    q = torch.cat([q_latent, q_pe], dim=2)
+    if missing := -heads % HEADS_AT_ONCE:
+        q = functional.pad(q, (0, 0, 0, missing))
+    missing = -slots.shape[1] % SLOTS_AT_ONCE
+    indices = functional.pad(slots.int(), (0, missing), value=-1).unsqueeze(1)
+    found = kernel(q=q, kv=rows.unsqueeze(1), indices=indices, sm_scale=scale, d_v=width)[0]
+    return found[:, :heads]
 
 
 @dataclass(frozen=True)
