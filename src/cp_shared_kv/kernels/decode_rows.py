@@ -24,7 +24,8 @@ def decode_fp8_latent(
     """bf16[n, latent + rope]: latent and rotated key side by side, of rows[slots] or of all rows.
 
     rows u8[*, latent + latent / 32 + 2 * rope], contiguous, a multiple of 4 bytes wide; slots
-    i64[n], contiguous: what one below 0 gives is not written. latent is a multiple of 128.
+    int32 or int64 [n], contiguous: what one below 0 gives is not written. latent is a multiple of
+    128.
     """
     count = len(rows) if slots is None else len(slots)
     blocks = latent // BLOCK.value
@@ -84,7 +85,7 @@ def _decode_fp8_latent(
     valid = item < count
     row = item
     if BY_SLOTS:
-        row = tl.load(slots + item, mask=valid, other=-1)
+        row = tl.load(slots + item, mask=valid, other=-1).to(tl.int64)
         valid = row >= 0
     LATENT: tl.constexpr = BLOCKS * BLOCK
     block = tl.arange(0, PADDED_BLOCKS)
