@@ -64,3 +64,18 @@ def test_where_rows_lie_changes_no_bit(device: torch.device) -> None:
     assert torch.equal(
         sparse_attention(q_latent[1:2], q_pe[1:2], rows, slots[1:2], 0.1), first[1:2]
     )
+
+
+def test_a_part_of_queries_by_heads_first_writes_its_own_tokens_alone(device: torch.device) -> None:
+    from cp_shared_kv.kernels.sparse_attention import sparse_attention
+
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    by_heads = torch.randn(16, 6, 64, generator=generator).to(device, dtype)
+    q_latent, q_pe = by_heads.transpose(0, 1), torch.randn(6, 16, 16).to(device, dtype)
+    rows = torch.randn(90, 80, generator=generator).to(device, dtype)
+    slots = torch.randint(90, (6, 40), generator=generator).to(device)
+    whole = sparse_attention(q_latent, q_pe, rows, slots, 0.1)
+    for part in (slice(0, 2), slice(2, 5), slice(5, 6)):
+        attended = sparse_attention(q_latent[part], q_pe[part], rows, slots[part], 0.1)
+        assert torch.equal(attended, whole[part])

@@ -36,7 +36,8 @@ def sparse_attention(
     16 or more. Products and sums in fp32, the softmax's weights rounded to the rows' type.
     """
     tokens, heads, latent = q_latent.shape
-    out = torch.empty_like(q_latent)
+    # Not empty_like: of a part of a transposed tensor it has other strides than the part itself.
+    out = q_latent.new_empty(q_latent.shape)
     padded_heads = min(MOST_HEADS, max(LEAST_HEADS, triton.next_power_of_2(heads)))
     if tokens:
         _sparse_attention[(triton.cdiv(heads, padded_heads), tokens)](
@@ -113,4 +114,6 @@ def _sparse_attention(
         mean = mean * shrink[:, None]
         mean += tl.dot(weights.to(latent.dtype), latent, input_precision="ieee")
         largest = now_largest
-    tl.store(out + place, (mean / total[:, None]).to(out.dtype.element_ty), mask=a_head)
+    out_begin = (token * HEADS + head.to(tl.int64)) * LATENT
+    out_place = out_begin[:, None] + in_latent[None, :]
+    tl.store(out + out_place, (mean / total[:, None]).to(out.dtype.element_ty), mask=a_head)
