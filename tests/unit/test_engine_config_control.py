@@ -72,3 +72,7 @@ def test_what_only_serves_other_hosts_is_refused_without_them(keys: Path) -> Non
 
 def test_a_recording_is_of_one_host(keys: Path, tmp_path: Path) -> None:
     assert "--record-batches" in refusal(keys, record_batches=tmp_path)
+
+
+def test_workers_of_other_hosts_run_on_cpus(keys: Path) -> None:
+    assert "CPUs only so far: --device cuda; allowed: --device cpu" in refusal(keys, device="cuda")

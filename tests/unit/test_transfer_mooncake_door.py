@@ -12,7 +12,13 @@ import pytest
 
 from cp_shared_kv.errors import StartupError
 from cp_shared_kv.transfer import mooncake
-from cp_shared_kv.transfer.mooncake import FORBIDDEN_SETTINGS, REQUIRED_SETTINGS, MooncakeEngine
+from cp_shared_kv.transfer.mooncake import MooncakeEngine
+from cp_shared_kv.transfer.mooncake_settings import (
+    FORBIDDEN_SETTINGS,
+    FORCE_TCP,
+    NVLINK,
+    REQUIRED_SETTINGS,
+)
 
 
 class FakeWheel(ModuleType):
@@ -24,6 +30,8 @@ class FakeWheel(ModuleType):
         self.statuses: list[int] = []
         self.asked: list[int] = []
         self.start_status = 0
+        self.SUPPORT_CUDA: bool = True
+        self.SUPPORT_INTRA_NVLINK: bool = True
         wheel = self
 
         class TransferEngine:
@@ -123,6 +131,53 @@ def test_a_setting_that_breaks_promises_is_refused(
     monkeypatch.setenv(name, "1")
     with pytest.raises(StartupError, match=f"unset {name}"):
         MooncakeEngine("127.0.0.1")
+
+
+def test_tcp_is_forced_for_gpus_too_unless_nvlink_is_asked_for(
+    wheel: FakeWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(NVLINK, "1")
+    assert MooncakeEngine("127.0.0.1", on_gpu=True).over_nvlink
+    assert FORCE_TCP not in os.environ
+    monkeypatch.delenv(NVLINK)
+    assert not MooncakeEngine("127.0.0.1", on_gpu=True).over_nvlink
+    assert os.environ[FORCE_TCP] == "1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "on_gpu", "reason"),
+    [
+        ({NVLINK: "0"}, True, f"{NVLINK}: 0; allowed: 1, or not set"),
+        ({NVLINK: "1"}, False, "nothing but memory of GPUs.*--device cuda"),
+        ({NVLINK: "1", FORCE_TCP: "1"}, True, f"both.*unset {FORCE_TCP} for NVLink"),
+    ],
+)
+def test_nvlink_that_cannot_be_is_refused(
+    wheel: FakeWheel,
+    monkeypatch: pytest.MonkeyPatch,
+    settings: dict[str, str],
+    on_gpu: bool,
+    reason: str,
+) -> None:
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(StartupError, match=reason):
+        MooncakeEngine("127.0.0.1", on_gpu=on_gpu)
+
+
+def test_a_build_that_would_take_a_gpus_address_for_the_hosts_is_refused(
+    wheel: FakeWheel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wheel.SUPPORT_INTRA_NVLINK = False
+    MooncakeEngine("127.0.0.1", on_gpu=True)
+    monkeypatch.delenv(FORCE_TCP)
+    monkeypatch.setenv(NVLINK, "1")
+    with pytest.raises(StartupError, match="has no NVLink"):
+        MooncakeEngine("127.0.0.1", on_gpu=True)
+    del wheel.SUPPORT_CUDA
+    monkeypatch.delenv(NVLINK)
+    with pytest.raises(StartupError, match="mooncake-transfer-engine-cuda13"):
+        MooncakeEngine("127.0.0.1", on_gpu=True)
 
 
 @pytest.mark.parametrize("batch", [0, -1, (1 << 64) - 1])

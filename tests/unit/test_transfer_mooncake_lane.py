@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cp_shared_kv.errors import TransferError
 from cp_shared_kv.transfer.mooncake_lane import MooncakeLane
@@ -57,7 +58,7 @@ def lane(host: str, *, cut_connections: int = 0, writes_land: bool = True) -> Mo
 
 def write() -> MooncakeWrite:
     one = np.zeros(1, dtype=np.int64)
-    return MooncakeWrite(np.zeros(64, dtype=np.uint8), one, one + (1 << 40), one + 64)
+    return MooncakeWrite(torch.zeros(64, dtype=torch.uint8), one, one + (1 << 40), one + 64)
 
 
 def test_a_network_may_have_cut_every_connection_that_the_engine_keeps() -> None:

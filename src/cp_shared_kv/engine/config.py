@@ -131,8 +131,8 @@ class EngineConfig:
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
     """What carries KV pages from prefill to decode: copies into mapped memory, of the host or of
-    GPUs, or the Mooncake Transfer Engine (of the extra `mooncake`), here over TCP within this
-    host."""
+    GPUs, or the Mooncake Transfer Engine (of the extra `mooncake`; with --device cuda its build for
+    CUDA) over TCP within this host, or NVLink with MC_INTRANODE_NVLINK=1 in the environment."""
 
     verify_kv_transfer: bool = False
     """Send a checksum with each KV page and compare it before decode starts: a page damaged on its
@@ -205,7 +205,9 @@ class EngineConfig:
     @property
     def transport(self) -> KVTransportName:
         """What carries pages to decode: mapped memory is mapped by CUDA where it is a GPU's."""
-        return "cuda_ipc" if self.device == "cuda" else self.disaggregation_transfer_backend
+        if self.disaggregation_transfer_backend == "shared_memory" and self.device == "cuda":
+            return "cuda_ipc"
+        return self.disaggregation_transfer_backend
 
     @property
     def model_name(self) -> str:
@@ -334,13 +336,6 @@ class EngineConfig:
                 allowed="--kv-read sparse",
                 change="add --kv-read sparse or drop --kv-scratch-tokens",
             )
-        if self.device == "cuda" and self.disaggregation_transfer_backend != "shared_memory":
-            raise ConfigError(
-                "--device cuda sends pages to decode from GPU to GPU",
-                value=f"--disaggregation-transfer-backend {self.disaggregation_transfer_backend}",
-                allowed="shared_memory, which is then memory of GPUs that both ends have mapped",
-                change="drop --disaggregation-transfer-backend, or use --device cpu",
-            )
         if self.record_batches is not None and self.prefill_groups + self.decode_workers > 2:
             raise ConfigError(
                 "--record-batches records one prefill group and one decode worker",
@@ -369,6 +364,12 @@ class EngineConfig:
                 "--control-host is for decode workers on other hosts, which no page would reach",
                 value=f"--disaggregation-transfer-backend {self.disaggregation_transfer_backend}",
                 allowed="mooncake",
+            )
+        if self.device != "cpu":
+            raise ConfigError(
+                "--control-host is for workers on other hosts, which run on CPUs only so far",
+                value=f"--device {self.device}",
+                allowed="--device cpu",
             )
         if self.record_batches is not None:
             raise ConfigError(

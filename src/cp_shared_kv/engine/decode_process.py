@@ -90,7 +90,7 @@ class DecodeWorker:
         name = spec.region_name(life, "pool", self._epoch)
         buffer = decode_buffer(config, name, pool_spec.pool_bytes(self._pages), device)
         host = config.control_host if spec.joined else None
-        self._target = decode_target(config, f"{spec.run_id}-{life}-e{self._epoch}", host)
+        self._target = decode_target(config, f"{spec.run_id}-{life}-e{self._epoch}", device, host)
         self._target.expose(buffer)
         self._pool = KVPool(pool_spec, self._pages, buffer)
         self._layout = CpSharedKVLayout(limits.page_size, 1, 0, physical_pages=self._pages)

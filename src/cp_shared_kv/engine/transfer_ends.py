@@ -9,7 +9,6 @@ import torch
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer
-from cp_shared_kv.transfer.cuda_ipc import CudaIpcTarget, CudaIpcTransport
 from cp_shared_kv.transfer.transport import KVTarget, KVTransport
 from cp_shared_kv.transfer.transports import make_target, make_transport
 
@@ -18,38 +17,35 @@ logger = logging.getLogger("cp_shared_kv")
 
 def rank_transport(config: EngineConfig, session_id: str, device: torch.device) -> KVTransport:
     """The sending end, at a CP rank. StartupError if what it needs is not installed."""
-    if config.transport == "cuda_ipc":
-        return CudaIpcTransport(session_id, device)
     return make_transport(
         config.disaggregation_transfer_backend,
         session_id,
+        device,
         other_hosts=config.control_host is not None,
     )
 
 
-def decode_target(config: EngineConfig, name: str, host: str | None) -> KVTarget:
+def decode_target(
+    config: EngineConfig, name: str, device: torch.device, host: str | None
+) -> KVTarget:
     """The receiving end, at decode; `host` is its address where the senders are on another.
 
     StartupError if what it needs is not installed.
     """
-    if config.transport == "cuda_ipc":
-        return CudaIpcTarget(name)
     if config.transport == "mooncake":
         logger.warning(
             "Mooncake listens on all addresses of this host and asks nobody who they are: whoever "
             "reaches its ports can read and write this worker's KV pool. Only a firewall, or a "
             "network of the cluster's own, keeps strangers out (SECURITY.md)"
         )
-    return make_target(config.disaggregation_transfer_backend, name, host=host)
+    return make_target(config.disaggregation_transfer_backend, name, device, host=host)
 
 
 def decode_buffer(config: EngineConfig, name: str, nbytes: int, device: torch.device) -> Buffer:
     """Memory for decode's pool that senders can reach. CapacityError when it does not fit."""
-    match config.transport:
-        case "cuda_ipc":
-            return CudaIpcBuffer(name, nbytes, device)
-        case "shared_memory":
-            # The name stays as long as this process: prefill groups come and go.
-            return SharedMemoryBuffer.create(name, nbytes)
-        case "mooncake":
-            return PrivateBuffer(nbytes)
+    if device.type == "cuda":
+        return CudaIpcBuffer(name, nbytes, device)
+    if config.transport == "mooncake":
+        return PrivateBuffer(nbytes)
+    # The name stays as long as this process: prefill groups come and go.
+    return SharedMemoryBuffer.create(name, nbytes)

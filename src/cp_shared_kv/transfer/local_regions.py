@@ -32,7 +32,7 @@ class LocalRegions(Generic[View]):
     def __init__(
         self,
         session_id: str,
-        view: Callable[[torch.Tensor], View] = host_bytes,  # pyright: ignore[reportArgumentType]
+        view: Callable[[torch.Tensor], View],
     ) -> None:
         """`view` makes of a buffer's tensor what `get` is to return."""
         self._session_id = session_id

@@ -11,32 +11,15 @@ import atexit
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from ctypes import py_object, pythonapi
 from functools import partial
 from typing import Any, Protocol, cast
 
 from cp_shared_kv.errors import StartupError
+from cp_shared_kv.transfer.mooncake_settings import NVLINK, set_up
 
-MAX_IN_FLIGHT = 256
-"""Transfers to one peer at a time. The engine queues as many as it is set up for, keeps a few
-more for a second, and fails the rest while those it took go on."""
-
-FOREVER_SECONDS = str(1 << 30)
-REQUIRED_SETTINGS: Mapping[str, str] = {
-    # A transfer ends when the peer has applied or refused it, or its connection is gone. The
-    # engine's own limits end it while its bytes are still on their way, so there are none.
-    "MC_TCP_STATUS_TIMEOUT_SEC": FOREVER_SECONDS,
-    "MC_TCP_PROGRESS_TIMEOUT_SEC": FOREVER_SECONDS,
-    "MC_TCP_MAX_QUEUED_TRANSFERS_PER_PEER": str(4 * MAX_IN_FLIGHT),
-    # With 1, bytes count as landed when they leave the sender.
-    "MC_TCP_PROTO": "2",
-    "MC_TCP_ENABLE_CONNECTION_POOL": "1",
-    # An adapter that the engine finds would otherwise be used, whatever it is told.
-    "MC_FORCE_TCP": "1",
-}
 GATE_SECONDS = 0.5
-FORBIDDEN_SETTINGS = ("MC_SLICE_TIMEOUT", "MC_USE_TENT", "MC_LEGACY_RPC_PORT_BINDING")
 
 _DEBIAN_PACKAGES = {
     "libibverbs.so": "libibverbs1",
@@ -83,12 +66,15 @@ class MooncakeEngine:
     """A Transfer Engine that speaks TCP from `host`. Not for several threads at a time.
 
     It serves the memory that was exposed to whoever reaches its two ports, which it opens on all
-    addresses of the machine. StartupError where the wheel cannot be loaded or started, and where
-    the environment sets what it relies on to something else.
+    addresses of the machine. `on_gpu` lets memory of GPUs be used too; then, if the environment
+    asks for it, bytes go `over_nvlink` to plain cudaMalloc memory of this host's GPUs, and to no
+    other. StartupError where the wheel cannot be loaded or started, or is a build that cannot do
+    this, and where the environment sets what it relies on to something else.
     """
 
-    def __init__(self, host: str) -> None:
-        engine = _load()
+    def __init__(self, host: str, *, on_gpu: bool = False) -> None:
+        self.over_nvlink = set_up(on_gpu=on_gpu)
+        engine = _load(on_gpu, self.over_nvlink)
         status = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
         if status:
             raise StartupError(
@@ -140,10 +126,9 @@ class MooncakeEngine:
         pythonapi.Py_IncRef(py_object(self._engine))
 
 
-def _load() -> _WheelEngine:
-    _set_up()
+def _load(on_gpu: bool, over_nvlink: bool) -> _WheelEngine:
     try:
-        from mooncake.engine import TransferEngine  # pyright: ignore
+        import mooncake.engine as wheel  # pyright: ignore
     except ModuleNotFoundError as error:
         raise StartupError(
             f"Mooncake's Transfer Engine is not installed ({error})",
@@ -155,7 +140,20 @@ def _load() -> _WheelEngine:
             value=error,
             change=_remedy(str(error)),
         ) from error
-    return cast("_WheelEngine", cast("Any", TransferEngine)())
+    # One for machines without CUDA would read a GPU's address as one of the host, and crash.
+    if on_gpu and not getattr(wheel, "SUPPORT_CUDA", False):
+        raise StartupError(
+            "this build of Mooncake's Transfer Engine does not know memory of GPUs",
+            change="pip uninstall mooncake-transfer-engine-non-cuda, then pip install "
+            "mooncake-transfer-engine-cuda13 (mooncake-transfer-engine for CUDA 12)",
+        )
+    # One without NVLink takes TCP instead, and says so in its log alone.
+    if over_nvlink and not getattr(wheel, "SUPPORT_INTRA_NVLINK", False):
+        raise StartupError(
+            f"this build of Mooncake's Transfer Engine has no NVLink, and {NVLINK} is set",
+            change=f"unset {NVLINK} for TCP, or install mooncake-transfer-engine-cuda13",
+        )
+    return cast("_WheelEngine", cast("Any", wheel).TransferEngine())
 
 
 def _remedy(message: str) -> str:
@@ -171,24 +169,6 @@ def _remedy(message: str) -> str:
             "pip install --force-reinstall 'cp-shared-kv[mooncake]'"
         )
     return f"install the system library {library}"
-
-
-def _set_up() -> None:
-    """Settings of the whole process, which the engine reads from its environment at each use."""
-    for name, value in REQUIRED_SETTINGS.items():
-        if os.environ.setdefault(name, value) != value:
-            raise StartupError(
-                f"the environment sets {name}",
-                value=os.environ[name],
-                allowed=f"{value}, on which the transport relies",
-                change=f"unset {name}",
-            )
-    for name in FORBIDDEN_SETTINGS:
-        if name in os.environ:
-            raise StartupError(
-                f"the environment sets {name}", value=os.environ[name], change=f"unset {name}"
-            )
-    os.environ.setdefault("MC_LOG_LEVEL", "ERROR")
 
 
 def _in_a_forked_child() -> None:

@@ -12,10 +12,12 @@ from collections import deque
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
 from cp_shared_kv.errors import TransferError
-from cp_shared_kv.transfer.mooncake import MAX_IN_FLIGHT, MooncakeEngine, Transfer
+from cp_shared_kv.transfer.mooncake import MooncakeEngine, Transfer
 from cp_shared_kv.transfer.mooncake_session import LIFE_BYTES, MooncakePeer, proof_of_life
+from cp_shared_kv.transfer.mooncake_settings import MAX_IN_FLIGHT
 from cp_shared_kv.transfer.mooncake_write import MooncakeWrite
 
 _LOOKS, _LOOKS_ELSEWHERE = 2, 5
@@ -25,7 +27,8 @@ _SHORTEST_NAP_SECONDS, _LONGEST_NAP_SECONDS = 50e-6, 2e-3
 class MooncakeLane:
     """Writes to one peer, in the order in which they are put. Safe to call from several threads.
 
-    `retire` gets the engine back when the lane has closed and nothing is under way.
+    `retire` gets the engine back when the lane has closed and nothing is under way. `device` is the
+    GPU that writes are read from, if they are.
     """
 
     def __init__(
@@ -34,8 +37,10 @@ class MooncakeLane:
         engine: MooncakeEngine,
         stall_seconds: float,
         retire: Callable[[MooncakeEngine], None],
+        device: torch.device | None = None,
     ) -> None:
         self.peer = peer
+        self._device = device
         self._engine = engine
         self._stall_seconds = stall_seconds
         self._retire = retire
@@ -48,7 +53,9 @@ class MooncakeLane:
         self._doubt: TransferError | None = None
         """A write of which nobody can tell any more whether it can land."""
         self._closing = False
-        self._life = np.zeros(LIFE_BYTES, dtype=np.uint8)
+        # Pinned, since a GPU copies into it.
+        pinned = device is not None
+        self._life = torch.zeros(LIFE_BYTES, dtype=torch.uint8, pin_memory=pinned).numpy()
         self._expected_life = proof_of_life(peer.info.session_id)
         threading.Thread(target=self._run, name=f"mooncake {peer.endpoint}", daemon=True).start()
 
@@ -117,6 +124,8 @@ class MooncakeLane:
     # The thread ------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)  # of this thread: else the engine takes GPU 0
         while (write := self._next()) is not None:
             error = self._carry_out(write)
             write.release()
@@ -157,6 +166,10 @@ class MooncakeLane:
         looks = _LOOKS_ELSEWHERE if self.peer.elsewhere else _LOOKS
         if not any(self._is_alive() for _ in range(looks)):
             return self._error("peer does not answer, or is not the one connected", "unreachable")
+        try:
+            write.await_source()
+        except RuntimeError as error:
+            return self._error(f"the GPU that is read from has failed: {error}", "unreachable")
         if self._send(write):
             return None
         if self._closing:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 
+import torch
+
 from cp_shared_kv.errors import TransferError
-from cp_shared_kv.memory.buffers import Buffer
+from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
+from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer
 from cp_shared_kv.transfer.mooncake import MooncakeEngine
 from cp_shared_kv.transfer.mooncake_session import (
     LOOPBACK,
@@ -29,17 +32,22 @@ class MooncakeTarget:
     is the address that senders use. Whatever it is, the engine listens on all addresses of the
     machine and asks nobody who they are: whoever reaches its ports can read and write what is
     exposed. StartupError without the wheel.
+
+    With a `device` the memory is that GPU's. Over TCP it may come from any allocator; over NVLink,
+    whose senders map it, from CudaIpcBuffer alone.
     """
 
-    def __init__(self, name: str, host: str = LOOPBACK) -> None:
+    def __init__(self, name: str, host: str = LOOPBACK, device: torch.device | None = None) -> None:
         self._lock = threading.Lock()
+        self._device = device
         before = listening_ports()
-        engine = MooncakeEngine(host)
+        engine = MooncakeEngine(host, on_gpu=device is not None)
         self._ports = listening_ports() - before
         self._engine: MooncakeEngine | None = engine
         self._session_id = session_id_at(name, engine.endpoint)
-        self._life = proof_of_life(self._session_id)
-        self._life_region = life_region(name, self._life.ctypes.data)
+        self._over_nvlink = engine.over_nvlink
+        self._life = self._proof(name)
+        self._life_region = life_region(name, self._life.tensor.data_ptr())
         self._buffers: dict[Region, Buffer] = {}
         self._serve(engine, self._life_region)
 
@@ -55,10 +63,10 @@ class MooncakeTarget:
             return (*self._buffers, self._life_region)
 
     def expose(self, buffer: Buffer) -> Region:
-        """Let peers write to `buffer`, in host memory. `conflict` if it is exposed already."""
+        """Let peers write to `buffer`. `conflict` if it is exposed already, or cannot be."""
         name = buffer.name or f"private-{id(buffer):x}"
-        memory = buffer.tensor.numpy()
-        region = Region(name, buffer.nbytes, memory.ctypes.data)
+        self._check_kind(buffer)
+        region = Region(name, buffer.nbytes, buffer.tensor.data_ptr())
         with self._lock:
             if self._engine is None:
                 raise self._error("target is closed", "closed")
@@ -85,6 +93,29 @@ class MooncakeTarget:
             engine, self._engine = self._engine, None
         del engine
         self._buffers.clear()
+
+    def _proof(self, name: str) -> Buffer:
+        """The proof of life, in memory that senders can read."""
+        proof = torch.from_numpy(proof_of_life(self._session_id))
+        if self._over_nvlink and self._device is not None:
+            buffer: Buffer = CudaIpcBuffer(f"{name}.life", len(proof), self._device)
+        else:
+            buffer = PrivateBuffer(len(proof))
+        buffer.tensor.copy_(proof)
+        return buffer
+
+    def _check_kind(self, buffer: Buffer) -> None:
+        """Refuse memory that the engine would take for something else, or could not map."""
+        if buffer.tensor.is_cuda != (self._device is not None):
+            where = "the host's memory" if self._device is None else f"memory of {self._device}"
+            raise self._error(f"region of {buffer.tensor.device}, not of {where}", "conflict")
+        if self._over_nvlink and not isinstance(buffer, CudaIpcBuffer):
+            raise self._error(
+                "region that senders cannot map: over NVLink it has to be plain cudaMalloc memory "
+                "of its own (CudaIpcBuffer)",
+                "conflict",
+                value=type(buffer).__name__,
+            )
 
     def _serve(self, engine: MooncakeEngine, region: Region) -> None:
         status = engine.expose(region.address, region.nbytes)

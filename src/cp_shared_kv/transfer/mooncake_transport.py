@@ -1,4 +1,4 @@
-"""Writes over Mooncake's Transfer Engine: over TCP, and nothing given up half-way."""
+"""Writes over Mooncake: TCP, or NVLink between GPUs, and nothing given up half-way."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ import time
 from concurrent.futures import Future
 from functools import partial
 
-from cp_shared_kv.errors import TransferError
+import torch
+
+from cp_shared_kv.errors import ConfigError, TransferError
 from cp_shared_kv.memory.buffers import Buffer
 from cp_shared_kv.transfer.local_regions import LocalRegions
 from cp_shared_kv.transfer.mooncake import MooncakeEngine
 from cp_shared_kv.transfer.mooncake_lane import MooncakeLane
 from cp_shared_kv.transfer.mooncake_session import LOOPBACK, MooncakePeer
+from cp_shared_kv.transfer.mooncake_settings import NVLINK
 from cp_shared_kv.transfer.mooncake_write import MooncakeWrite
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.transport import PeerInfo, Runs, check_ranges
@@ -36,6 +39,9 @@ class MooncakeTransport:
     Each peer has a lane of its own, so no call for one waits for another: all that is shared is a
     lock on the books. A new engine is made under it, which holds up every Python thread anyway.
 
+    With a `device`, writes are read from that GPU's memory, whatever has allocated it, once it has
+    done what is queued on the current stream when `write` is called.
+
     Local memory is not served to anybody. `contact_seconds` bounds `connect`,
     `drain_seconds` bounds `disconnect` and `close`. StartupError without the wheel, whose
     settings are those of the whole process.
@@ -44,6 +50,7 @@ class MooncakeTransport:
     def __init__(
         self,
         session_id: str,
+        device: torch.device | None = None,
         *,
         other_hosts: bool = False,
         stall_seconds: float = 30.0,
@@ -51,17 +58,23 @@ class MooncakeTransport:
         drain_seconds: float = 10.0,
     ) -> None:
         self._session_id = session_id
+        self._device = device
         self._other_hosts = other_hosts
         self._stall_seconds = stall_seconds
         self._contact_seconds = contact_seconds
         self._drain_seconds = drain_seconds
         self._process = os.getpid()
         self._lock = threading.Lock()
-        self._local = LocalRegions(session_id)
+        self._local = LocalRegions(session_id, lambda tensor: tensor)
         self._lanes: dict[str, MooncakeLane] = {}
         # An engine takes up to a second to destroy, during which no Python thread runs. So those
         # of peers that have gone serve the next ones.
-        self._idle_engines = [MooncakeEngine(LOOPBACK)]
+        self._idle_engines = [self._make_engine()]
+        if other_hosts and self._idle_engines[0].over_nvlink:
+            raise ConfigError(
+                f"the environment sets {NVLINK}, which does not leave its host",
+                change=f"unset {NVLINK}, or drop --control-host",
+            )
         self._closed = threading.Event()
         threading.Thread(target=self._watch, name="mooncake stalls", daemon=True).start()
 
@@ -71,8 +84,12 @@ class MooncakeTransport:
         return self._session_id
 
     def register(self, buffer: Buffer) -> Region:
-        """Let writes read from `buffer`, in host memory. `conflict` if its name is taken."""
+        """Let writes read from `buffer`. `conflict` if its name is taken, or if it is memory that
+        this transport was not made for."""
         self._check_open()
+        if buffer.tensor.is_cuda != (self._device is not None):
+            where = "the host's memory" if self._device is None else f"memory of {self._device}"
+            raise self._error(f"region of {buffer.tensor.device}, not of {where}", "conflict")
         with self._lock:
             return self._local.add(buffer)
 
@@ -95,8 +112,8 @@ class MooncakeTransport:
             if lane is not None:
                 self._check_connected(lane, peer)
                 return
-            engine = self._idle_engines.pop() if self._idle_engines else MooncakeEngine(LOOPBACK)
-            lane = MooncakeLane(checked, engine, self._stall_seconds, self._retire)
+            engine = self._idle_engines.pop() if self._idle_engines else self._make_engine()
+            lane = MooncakeLane(checked, engine, self._stall_seconds, self._retire, self._device)
             self._lanes[peer.session_id] = lane
         lane.find(self._contact_seconds)
 
@@ -216,7 +233,14 @@ class MooncakeTransport:
             with self._lock:
                 self._lanes.pop(session_id, None)
 
+    def _make_engine(self) -> MooncakeEngine:
+        return MooncakeEngine(LOOPBACK, on_gpu=self._device is not None)
+
     def _retire(self, engine: MooncakeEngine) -> None:
+        # Over NVLink an engine has the peer's memory mapped until it is destroyed: a GPU's, which
+        # the peer's next life needs.
+        if engine.over_nvlink:
+            return
         with self._lock:
             if not self._closed.is_set():
                 self._idle_engines.append(engine)

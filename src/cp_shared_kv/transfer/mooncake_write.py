@@ -8,19 +8,20 @@ from concurrent.futures import Future
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from cp_shared_kv.errors import TransferError
 
 PIECE_BYTES = 4 << 20
 """Longer ranges go in pieces: each is progress, and the engine sends several at a time."""
 
-Memory = npt.NDArray[np.uint8]
 Int64 = npt.NDArray[np.int64]
 _NOWHERE: Int64 = np.empty(0, dtype=np.int64)
 
 
 class MooncakeWrite:
-    """Ranges of the region `memory` to remote addresses: int64[count] each, checked, not empty.
+    """Ranges of the region `memory`, u8[bytes], to remote addresses: int64[count] each, checked,
+    none empty.
 
     `released` is called once, as soon as no byte of it is read or can land any more. The future
     is done after that, or before it if the write was given up. A write of no ranges only finds
@@ -29,7 +30,7 @@ class MooncakeWrite:
 
     def __init__(
         self,
-        memory: Memory | None = None,
+        memory: torch.Tensor | None = None,
         local_offset_bytes: Int64 = _NOWHERE,
         remote_address: Int64 = _NOWHERE,
         nbytes: Int64 = _NOWHERE,
@@ -41,11 +42,20 @@ class MooncakeWrite:
         self.submitted = False
         """Some of it may have been sent."""
         self._memory = memory  # held, so that it outlives the write
-        self._local_address = local_offset_bytes + (0 if memory is None else memory.ctypes.data)
+        self._local_address = local_offset_bytes + (0 if memory is None else memory.data_ptr())
+        self._written = None if memory is None else _mark(memory)
         self._remote_address = remote_address
         self._nbytes = nbytes
         self._released = released
         self._held = threading.Lock()  # taken once, by whoever releases first
+
+    def await_source(self) -> None:
+        """Wait until the GPU has done what was queued before this write was made, if it is a GPU's.
+
+        RuntimeError after a fault of the GPU, which no later call survives.
+        """
+        if self._written is not None:
+            self._written.synchronize()
 
     def pieces(self) -> Iterator[tuple[int, int, int]]:
         """(local address, remote address, bytes), at most PIECE_BYTES each."""
@@ -73,3 +83,12 @@ class MooncakeWrite:
         self.release()
         if self.future.set_running_or_notify_cancel():
             self.future.set_exception(error)
+
+
+def _mark(memory: torch.Tensor) -> torch.cuda.Event | None:
+    """The end of all that is queued on the current stream of a GPU's memory."""
+    if not memory.is_cuda:
+        return None
+    queued = torch.cuda.Event(blocking=True)
+    queued.record(torch.cuda.current_stream(memory.device))
+    return queued
