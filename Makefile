@@ -53,9 +53,10 @@ GPU_NEEDS = $(if $(GPU_PYTHON),,$(VENV)/.dev)
 bench-gpu: $(GPU_NEEDS) ## benchmarks on two NVIDIA GPUs; ARGS="--help" lists the options
 	$(ON_GPU) -m benchmarks.gpu $(ARGS)
 
-test-gpu: $(GPU_NEEDS) ## tests of kernels and of reads between GPUs, on two NVIDIA GPUs
+test-gpu: $(GPU_NEEDS) ## tests of kernels, and of reads and transfers between GPUs, on two NVIDIA GPUs
 	@$(ON_GPU) -m cp_shared_kv.testing.gpu 2
 	$(ON_GPU) -m pytest tests/kernels tests/gpu $(ARGS)
+	$(ON_GPU) -m pytest -m gpu tests/faults/test_transport_contract.py $(ARGS)
 
 # On top of the environment of the other tests: what it has itself goes first.
 SGLANG := $(CURDIR)/.cache/sglang

@@ -1,4 +1,7 @@
-"""What every transport keeps, on peers that are processes: refused, stopped, killed, restarted."""
+"""What every transport keeps, on peers that are processes: refused, stopped, killed, restarted.
+
+Those that move memory of GPUs are marked so: `-m gpu` runs them alone.
+"""
 
 from __future__ import annotations
 
@@ -9,43 +12,44 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from cp_shared_kv.errors import StartupError, TransferError
-from cp_shared_kv.memory.buffers import PrivateBuffer
-from cp_shared_kv.testing.transport_ends import LIMIT_SECONDS, TransportEnds, TransportKind, outcome
+from cp_shared_kv.errors import TransferError
+from cp_shared_kv.testing.transport_ends import (
+    GPU_KINDS,
+    HASTE,
+    LIMIT_SECONDS,
+    TransportEnds,
+    TransportKind,
+    in_environment_of,
+    outcome,
+    why_not,
+)
 from cp_shared_kv.testing.transport_peer import TransportPeer
-from cp_shared_kv.transfer.mooncake import MooncakeEngine
 from cp_shared_kv.transfer.transport import PeerInfo, Runs
 
 SMALL, LARGE = 1 << 16, 32 << 20
 RANGE_BYTES = 128 << 10
 INT64_MAX = (1 << 63) - 1
+FEW = 16
+"""Bytes that every transport can move."""
 KINDS: tuple[TransportKind, ...] = ("shared_memory", "mooncake", "faulty")
 MakeEnds = Callable[[int], TransportEnds]
 
 
-@pytest.fixture(scope="module")
-def mooncake() -> None:
-    """Skips where the wheel cannot be loaded, and says why."""
-    try:
-        MooncakeEngine("127.0.0.1")
-    except StartupError as error:
-        pytest.skip(str(error))
-
-
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=[*KINDS, *(pytest.param(kind, marks=pytest.mark.gpu) for kind in GPU_KINDS)])
 def make_ends(request: pytest.FixtureRequest) -> Iterator[MakeEnds]:
-    """Makes the one TransportEnds of a test, of each kind."""
-    if request.param == "mooncake":
-        request.getfixturevalue("mooncake")
+    """Makes the one TransportEnds of a test, of each kind that this machine has."""
     made: list[TransportEnds] = []
 
     def make(nbytes: int) -> TransportEnds:
         made.append(TransportEnds(request.param, nbytes))
         return made[-1]
 
-    yield make
-    for ends in made:
-        ends.__exit__(None, None, None)
+    with in_environment_of(request.param):
+        if reason := why_not(request.param):
+            pytest.skip(reason)
+        yield make
+        for ends in made:
+            ends.__exit__(None, None, None)
 
 
 def until(holds: Callable[[], bool]) -> None:
@@ -74,7 +78,7 @@ class Writer:
             return outcome(ends.transport.write(peer.info.session_id, runs))
 
         self.writes: list[Future[int | TransferError]] = [
-            self._threads.submit(write) for _ in range(times)
+            self._threads.submit(write) for _ in range(times * HASTE.get(ends.kind, 1))
         ]
 
     def outcomes(self) -> list[int | TransferError]:
@@ -93,8 +97,8 @@ def test_a_write_lands_in_the_peers_memory_and_nowhere_else(make_ends: MakeEnds)
     expected = np.zeros(SMALL, dtype=np.uint8)
     for _ in range(20):
         starts = rng.permutation(np.arange(0, SMALL, 512))[:40]
-        sources = rng.integers(0, SMALL - 512, 40)
-        nbytes = rng.integers(1, 512, 40)
+        sources = ends.unit * rng.integers(0, (SMALL - 512) // ends.unit, 40)
+        nbytes = ends.unit * rng.integers(1, 512 // ends.unit, 40)
         for start, source, n in zip(starts, sources, nbytes, strict=True):
             expected[start : start + n] = ends.source[source : source + n]
         assert ends.write(peer, ends.runs(peer, sources, starts, nbytes)) == nbytes.sum()
@@ -165,14 +169,14 @@ def test_a_range_outside_a_region_is_refused_and_nothing_moves(make_ends: MakeEn
         error = ends.failure(peer, ends.runs(peer, [0, start], [0, to], [10, nbytes]))
         assert (error.kind, error.peer, error.quiescent) == (kind, peer.info.session_id, True)
         assert not peer.memory.any()
-    assert ends.write(peer, ends.runs(peer, 0, 0, 10)) == 10
+    assert ends.write(peer, ends.runs(peer, 0, 0, FEW)) == FEW
 
 
 def test_what_is_not_registered_here_or_announced_there_is_refused(make_ends: MakeEnds) -> None:
     ends = make_ends(SMALL)
     peer = ends.peer()
     one = np.ones(1, dtype=np.int64)
-    gone = ends.transport.register(PrivateBuffer(64))
+    gone = ends.transport.register(ends.memory(64))
     ends.transport.unregister(gone)
     for local, remote, named in [
         (gone.name, peer.region, "local region"),
@@ -193,11 +197,11 @@ def test_a_session_is_what_it_was_connected_as(make_ends: MakeEnds) -> None:
     assert refused.value.kind == "conflict"
     ends.transport.disconnect(peer.info.session_id)
     ends.transport.disconnect(peer.info.session_id)
-    error = ends.failure(peer, ends.runs(peer, 0, 0, 8))
+    error = ends.failure(peer, ends.runs(peer, 0, 0, FEW))
     assert (error.kind, error.quiescent) == ("unknown_peer", True)
     assert not ends.transport.revive(peer.info.session_id)
     ends.transport.connect(peer.info)
-    assert ends.write(peer, ends.runs(peer, 0, 0, 8)) == 8
+    assert ends.write(peer, ends.runs(peer, 0, 0, FEW)) == FEW
 
 
 def test_after_close_everything_is_refused(make_ends: MakeEnds) -> None:
@@ -205,7 +209,7 @@ def test_after_close_everything_is_refused(make_ends: MakeEnds) -> None:
     peer = ends.peer()
     ends.transport.close()
     ends.transport.close()
-    assert ends.failure(peer, ends.runs(peer, 0, 0, 8)).kind == "closed"
+    assert ends.failure(peer, ends.runs(peer, 0, 0, FEW)).kind == "closed"
     with pytest.raises(TransferError, match="closed"):
         ends.transport.connect(peer.info)
 
@@ -229,7 +233,7 @@ def test_a_region_stays_registered_while_a_write_reads_it(make_ends: MakeEnds) -
         return True
 
     until(unregistered)
-    ends.source[:] = 0
+    ends.wipe()
     outcomes = writer.outcomes()
     assert {(error.kind, error.quiescent) for error in refusals} == {("in_use", False)}
     for found in outcomes:
@@ -250,7 +254,7 @@ def test_once_it_has_left_nothing_of_its_lands(make_ends: MakeEnds, leave: str) 
         ends.transport.close()
     else:
         ends.transport.disconnect(peer.info.session_id)
-    ends.source[:] = 0
+    ends.wipe()
     stays(peer)
     for found in writer.outcomes():
         assert found == LARGE or (isinstance(found, TransferError) and found.quiescent)
@@ -266,10 +270,10 @@ def test_a_killed_peer_takes_no_other_writes_with_it(make_ends: MakeEnds) -> Non
     assert ends.write(healthy, ends.all_of_it(healthy, RANGE_BYTES)) == LARGE
     for found in writer.outcomes():
         assert found == LARGE or (isinstance(found, TransferError) and found.quiescent)
-    ends.source[:] = 0
+    ends.wipe()
     stays(victim)
-    late = outcome(ends.transport.write(victim.info.session_id, ends.runs(victim, 0, 0, 8)))
-    assert late == 8 or (isinstance(late, TransferError) and late.kind == "unreachable")
+    late = outcome(ends.transport.write(victim.info.session_id, ends.runs(victim, 0, 0, FEW)))
+    assert late == FEW or (isinstance(late, TransferError) and late.kind == "unreachable")
     ends.transport.disconnect(victim.info.session_id)
     ends.transport.unregister(ends.region)
     assert (healthy.memory != 0).all()
@@ -284,7 +288,7 @@ def test_a_stopped_peer_holds_up_nobody_and_loses_nothing(make_ends: MakeEnds) -
     began = time.monotonic()
     assert ends.write(healthy, ends.all_of_it(healthy, RANGE_BYTES)) == LARGE
     newcomer = ends.peer()
-    assert ends.write(newcomer, ends.runs(newcomer, 0, 0, 8)) == 8
+    assert ends.write(newcomer, ends.runs(newcomer, 0, 0, FEW)) == FEW
     assert time.monotonic() - began < LIMIT_SECONDS / 2
     outcomes = writer.outcomes()
     stopped.resume()
@@ -292,13 +296,13 @@ def test_a_stopped_peer_holds_up_nobody_and_loses_nothing(make_ends: MakeEnds) -
         until(lambda: ends.transport.revive(stopped.info.session_id))
     # Its pages may be used for something else now, and so may the source's.
     ends.transport.unregister(ends.region)
-    ends.source[:] = 0
+    ends.wipe()
     stays(stopped)
-    again = ends.transport.register(PrivateBuffer(8))
+    again = ends.transport.register(ends.memory(FEW))
     one = np.zeros(1, dtype=np.int64)
-    last = Runs(again.name, stopped.region, one, one, one + 8)
-    assert ends.write(stopped, last) == 8
-    assert not stopped.memory[:8].any()
+    last = Runs(again.name, stopped.region, one, one, one + FEW)
+    assert ends.write(stopped, last) == FEW
+    assert not stopped.memory[:FEW].any()
 
 
 def test_a_dead_peer_is_no_danger(make_ends: MakeEnds) -> None:
@@ -308,16 +312,16 @@ def test_a_dead_peer_is_no_danger(make_ends: MakeEnds) -> None:
     with pytest.raises(TransferError) as refused:
         ends.transport.connect(dead.info)
     assert (refused.value.kind, refused.value.quiescent) == ("unreachable", True)
-    assert ends.failure(dead, ends.runs(dead, 0, 0, 8)).kind in ("unreachable", "unknown_peer")
+    assert ends.failure(dead, ends.runs(dead, 0, 0, FEW)).kind in ("unreachable", "unknown_peer")
     assert not ends.transport.revive(dead.info.session_id)
     ends.transport.disconnect(dead.info.session_id)
-    assert ends.write(healthy, ends.runs(healthy, 0, 0, 8)) == 8
+    assert ends.write(healthy, ends.runs(healthy, 0, 0, FEW)) == FEW
 
 
 def test_a_restarted_peer_gets_nothing_of_its_earlier_life(make_ends: MakeEnds) -> None:
     ends = make_ends(SMALL)
     earlier = ends.peer()
-    assert ends.write(earlier, ends.runs(earlier, 0, 0, 8)) == 8
+    assert ends.write(earlier, ends.runs(earlier, 0, 0, FEW)) == FEW
     earlier.remove()
     restarted = ends.start_peer()
     for _ in range(2):
@@ -326,7 +330,7 @@ def test_a_restarted_peer_gets_nothing_of_its_earlier_life(make_ends: MakeEnds) 
     assert not restarted.memory.any()
     ends.transport.disconnect(earlier.info.session_id)
     ends.transport.connect(restarted.info)
-    assert ends.write(restarted, ends.runs(restarted, 0, 0, 8)) == 8
+    assert ends.write(restarted, ends.runs(restarted, 0, 0, FEW)) == FEW
 
 
 def test_a_killed_sender_leaves_a_peer_that_settles(make_ends: MakeEnds) -> None:

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Generator
 from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import cache
 from types import TracebackType
 from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from cp_shared_kv.errors import TransferError
+from cp_shared_kv.errors import StartupError, TransferError
+from cp_shared_kv.kernels import ALIGNMENT_BYTES
 from cp_shared_kv.memory.buffers import PrivateBuffer
 from cp_shared_kv.testing.faulty_transport import Faults, FaultyTransport
-from cp_shared_kv.testing.transport_peer import TransportPeer, TransportPeers
+from cp_shared_kv.testing.gpu import missing_for_gpus
+from cp_shared_kv.testing.transport_peer import (
+    Environment,
+    Gpus,
+    TransportPeer,
+    TransportPeers,
+    set_variables,
+)
+from cp_shared_kv.transfer.mooncake import MooncakeEngine
+from cp_shared_kv.transfer.mooncake_settings import NVLINK
 from cp_shared_kv.transfer.shared_memory import SharedMemoryTransport
 from cp_shared_kv.transfer.transport import KVTransport, Runs
-from cp_shared_kv.transfer.transports import TransferBackend
+from cp_shared_kv.transfer.transports import TransferBackend, make_transport
 
-TransportKind = Literal["shared_memory", "mooncake", "faulty"]
+TransportKind = Literal[
+    "shared_memory", "mooncake", "faulty", "cuda_ipc", "mooncake_gpu_tcp", "mooncake_nvlink"
+]
+GPU_KINDS: tuple[TransportKind, ...] = ("cuda_ipc", "mooncake_gpu_tcp", "mooncake_nvlink")
+"""Those that move memory of GPUs."""
+HASTE: dict[TransportKind, int] = {"cuda_ipc": 300, "mooncake_nvlink": 30}
+"""How many writes take as long as one of the others: a test that looks at one under way makes more
+of them."""
 LIMIT_SECONDS = 30.0
 """Nothing that a test waits for takes longer."""
 STALL_SECONDS = 4.0
@@ -28,38 +50,60 @@ Offsets = int | list[int] | npt.NDArray[np.int64]
 
 
 class TransportEnds:
-    """A sender with `nbytes` of random bytes to send; peers of as many zeroed bytes each."""
+    """A sender with `nbytes` of random bytes to send; peers of as many zeroed bytes each.
+
+    As long as it lives, the environment has to be the one that `in_environment_of` makes.
+    """
 
     def __init__(self, kind: TransportKind, nbytes: int, seed: int = 0) -> None:
         self.kind: TransportKind = kind
-        self.backend: TransferBackend = "mooncake" if kind == "mooncake" else "shared_memory"
+        self.backend: TransferBackend = "mooncake" if "mooncake" in kind else "shared_memory"
         self.nbytes = nbytes
+        self.unit = ALIGNMENT_BYTES if kind == "cuda_ipc" else 1
+        """What offsets and lengths have to be multiples of."""
+        self._gpus = two_gpus() if kind in GPU_KINDS else None
+        self._device = None if self._gpus is None else torch.device("cuda", self._gpus.sender)
         self.peers = TransportPeers()
         self.transport = self._make(seed)
-        buffer = PrivateBuffer(nbytes)
-        self.source: npt.NDArray[np.uint8] = buffer.tensor.numpy()
-        self.source[:] = np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
-        self.region = self.transport.register(buffer)
+        self._buffer = self.memory(nbytes)
+        random = np.random.default_rng(seed).integers(1, 256, nbytes, dtype=np.uint8)
+        self._buffer.tensor.copy_(torch.from_numpy(random))
+        self.source: npt.NDArray[np.uint8] = random
+        """What is sent: in place, or a copy where it is a GPU's."""
+        if self._device is None:
+            self.source = self._buffer.tensor.numpy()
+        self.region = self.transport.register(self._buffer)
 
     def _make(self, seed: int) -> KVTransport:
-        match self.kind:
-            case "shared_memory":
-                return SharedMemoryTransport("sender")
-            case "faulty":
-                return FaultyTransport(SharedMemoryTransport("sender"), seed, MILD)
-            case "mooncake":
-                from cp_shared_kv.transfer.mooncake_transport import MooncakeTransport
+        if self.kind == "faulty":
+            return FaultyTransport(SharedMemoryTransport("sender"), seed, MILD)
+        if self.backend == "shared_memory":
+            return make_transport(self.backend, "sender", self._device)
+        from cp_shared_kv.transfer.mooncake_transport import MooncakeTransport
 
-                return MooncakeTransport(
-                    "sender",
-                    stall_seconds=STALL_SECONDS,
-                    contact_seconds=3.0,
-                    drain_seconds=LIMIT_SECONDS,
-                )
+        return MooncakeTransport(
+            "sender",
+            self._device,
+            stall_seconds=STALL_SECONDS,
+            contact_seconds=3.0,
+            drain_seconds=LIMIT_SECONDS,
+        )
+
+    def memory(self, nbytes: int) -> PrivateBuffer:
+        """Zeroed bytes that this end can send from."""
+        return PrivateBuffer(nbytes, self._device)
+
+    def wipe(self) -> None:
+        """Zero what there is to send."""
+        self._buffer.tensor.zero_()
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)
 
     def start_peer(self) -> TransportPeer:
         """A process that is not connected yet."""
-        return self.peers.start(self.backend, self.nbytes)
+        return self.peers.start(
+            self.backend, self.nbytes, environment_of(self.kind), gpus=self._gpus
+        )
 
     def peer(self) -> TransportPeer:
         """A process that can be written to."""
@@ -98,6 +142,44 @@ class TransportEnds:
     ) -> None:
         self.peers.__exit__(kind, error, traceback)
         self.transport.close()
+
+
+def two_gpus() -> Gpus:
+    """Two GPUs, or one for both ends where there is no other."""
+    return Gpus(target=0, sender=min(1, torch.cuda.device_count() - 1))
+
+
+def environment_of(kind: TransportKind) -> Environment:
+    """Mooncake's settings for a kind: NVLink if it is that, and none of what there is already."""
+    if kind not in GPU_KINDS:
+        return {}
+    nothing: dict[str, str | None] = {name: None for name in os.environ if name.startswith("MC_")}
+    return {**nothing, NVLINK: "1" if kind == "mooncake_nvlink" else None}
+
+
+@contextmanager
+def in_environment_of(kind: TransportKind) -> Generator[None]:
+    """This process in the environment of a kind, and back as it was."""
+    before = dict(os.environ)
+    set_variables(environment_of(kind))
+    try:
+        yield
+    finally:
+        set_variables({**dict.fromkeys(os.environ), **before})
+
+
+@cache
+def why_not(kind: TransportKind) -> str | None:
+    """Why this machine has no transport of a kind; None if it has. Ask in its environment."""
+    on_gpu = kind in GPU_KINDS
+    if on_gpu and (missing := missing_for_gpus(1)):
+        return missing
+    if "mooncake" in kind:
+        try:
+            MooncakeEngine("127.0.0.1", on_gpu=on_gpu)
+        except StartupError as error:
+            return str(error)
+    return None
 
 
 def outcome(future: Future[int]) -> int | TransferError:

@@ -4,6 +4,8 @@
         peer = peers.start("mooncake", nbytes=4096)
         transport.connect(peer.info)
 
+With `gpus` its memory is that of a GPU.
+
 They come from a server process that has only imported, so that one starts in a tenth of a second;
 a peer has nothing of the test's process. What they are told and answer is JSON.
 """
@@ -14,6 +16,8 @@ import ctypes
 import multiprocessing
 import os
 import signal
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
 from types import TracebackType
@@ -26,6 +30,8 @@ import torch
 
 from cp_shared_kv.errors import TransferError
 from cp_shared_kv.memory.buffers import PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer
+from cp_shared_kv.testing.gpu_view import GpuView
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.transport import PeerInfo, Runs
 from cp_shared_kv.transfer.transports import TransferBackend, make_target, make_transport
@@ -33,6 +39,26 @@ from cp_shared_kv.transfer.transports import TransferBackend, make_target, make_
 REPLY_SECONDS = 30.0
 RANGE_BYTES = 1 << 20
 _names = count()
+
+Environment = Mapping[str, str | None]
+"""Variables to set, or to unset."""
+
+
+def set_variables(environment: Environment) -> None:
+    """Set and unset them in this process."""
+    for name, value in environment.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """Which GPU is written to, and which one is read from; the same where there is one."""
+
+    target: int
+    sender: int
 
 
 class PeerError(Exception):
@@ -42,21 +68,34 @@ class PeerError(Exception):
 class TransportPeer:
     """A process with a target of `nbytes` zeroed bytes; a sender too, once told to write."""
 
-    def __init__(self, backend: TransferBackend, nbytes: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, backend: TransferBackend, nbytes: int, environment: Environment, gpus: Gpus | None
+    ) -> None:
         name = f"cpkv-test-{os.getpid()}-{next(_names)}"
         context = multiprocessing.get_context("forkserver")
         self._connection, theirs = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(theirs, backend, name, nbytes, environment)
+            target=_serve, args=(theirs, backend, name, nbytes, environment, gpus)
         )
         self._process.start()
         theirs.close()
-        session_id, regions = self.answer()
+        session_id, regions, ipc_handle = self.answer()
         self.info = PeerInfo(session_id, msgspec.convert(regions, tuple[Region, ...]))
         """What its Hello would say."""
-        self._mapped = SharedMemoryBuffer.attach(name, nbytes)
-        self.memory: npt.NDArray[np.uint8] = self._mapped.tensor.numpy()
-        """Its memory, seen from here: u8[nbytes]. Stays when the process has gone."""
+        self._mapped: SharedMemoryBuffer | GpuView
+        if gpus is None:
+            self._mapped = SharedMemoryBuffer.attach(name, nbytes)
+        else:
+            sender = torch.device("cuda", gpus.sender)
+            self._mapped = GpuView(bytes.fromhex(ipc_handle), nbytes, sender)
+
+    @property
+    def memory(self) -> npt.NDArray[np.uint8]:
+        """Its memory, seen from here: u8[nbytes], a copy where it is a GPU's. Stays when the
+        process has gone."""
+        if isinstance(self._mapped, GpuView):
+            return self._mapped.read()
+        return self._mapped.tensor.numpy()
 
     @property
     def region(self) -> str:
@@ -107,9 +146,12 @@ class TransportPeer:
             raise PeerError(f"process {self.pid} outlives SIGKILL")
 
     def remove(self) -> None:
-        """Kill it, and remove its shared memory's name."""
+        """Kill it, and remove its shared memory's name, or unmap its GPU's memory."""
         self.kill()
-        self._mapped.unlink()
+        if isinstance(self._mapped, GpuView):
+            self._mapped.close()
+        else:
+            self._mapped.unlink()
 
     def answer(self) -> Any:
         """What the last `tell` led to."""
@@ -132,10 +174,14 @@ class TransportPeers:
         self._started: list[TransportPeer] = []
 
     def start(
-        self, backend: TransferBackend, nbytes: int, environment: dict[str, str] | None = None
+        self,
+        backend: TransferBackend,
+        nbytes: int,
+        environment: Environment | None = None,
+        gpus: Gpus | None = None,
     ) -> TransportPeer:
         """A peer that has answered. PeerError if it could not start."""
-        self._started.append(TransportPeer(backend, nbytes, environment or {}))
+        self._started.append(TransportPeer(backend, nbytes, environment or {}, gpus))
         return self._started[-1]
 
     def __enter__(self) -> Self:
@@ -157,15 +203,24 @@ class TransportPeers:
 class _Process:
     """What a peer can be told to do: its methods."""
 
-    def __init__(self, backend: TransferBackend, name: str, nbytes: int) -> None:
+    def __init__(self, backend: TransferBackend, name: str, nbytes: int, gpus: Gpus | None) -> None:
         self._backend: TransferBackend = backend
         self._name = name
-        self._target = make_target(backend, name)
-        self._buffer = SharedMemoryBuffer.create(name, nbytes)
+        self._sender_device = None if gpus is None else torch.device("cuda", gpus.sender)
+        device = None if gpus is None else torch.device("cuda", gpus.target)
+        self._target = make_target(backend, name, device)
+        self._buffer: SharedMemoryBuffer | CudaIpcBuffer = (
+            SharedMemoryBuffer.create(name, nbytes)
+            if device is None
+            else CudaIpcBuffer(name, nbytes, device)
+        )
         self._target.expose(self._buffer)
 
-    def hello(self) -> tuple[str, tuple[Region, ...]]:
-        return self._target.session_id, self._target.regions
+    def hello(self) -> tuple[str, tuple[Region, ...], str]:
+        """With the handle by which the test maps what it wants to see."""
+        buffer = self._buffer
+        handle = buffer.ipc_handle.hex() if isinstance(buffer, CudaIpcBuffer) else ""
+        return self._target.session_id, self._target.regions, handle
 
     def settled(self) -> bool:
         return self._target.settled()
@@ -184,9 +239,9 @@ class _Process:
         """Write bytes of `value` over the span of a peer's memory, `times` over, in ranges."""
         peer = PeerInfo(session_id, msgspec.convert(regions, tuple[Region, ...]))
         start, stop = span
-        source = PrivateBuffer(stop - start)
+        source = PrivateBuffer(stop - start, self._sender_device)
         source.tensor.fill_(value)
-        transport = make_transport(self._backend, f"{self._name}-sender")
+        transport = make_transport(self._backend, f"{self._name}-sender", self._sender_device)
         transport.connect(peer)
         local = transport.register(source)
         offsets = np.arange(0, stop - start, RANGE_BYTES, dtype=np.int64)
@@ -207,11 +262,12 @@ def _serve(
     backend: TransferBackend,
     name: str,
     nbytes: int,
-    environment: dict[str, str],
+    environment: Environment,
+    gpus: Gpus | None,
 ) -> None:
-    os.environ.update(environment)
+    set_variables(environment)
     torch.set_num_threads(1)
-    process = _Process(backend, name, nbytes)
+    process = _Process(backend, name, nbytes, gpus)
     connection.send_bytes(msgspec.json.encode([process.hello(), None]))
     while True:
         try:
