@@ -79,7 +79,8 @@ class TransportPeer:
         )
         self._process.start()
         theirs.close()
-        session_id, regions, ipc_handle = self.answer()
+        session_id, regions, self.ipc_handle = self.answer()
+        """What maps its memory, in hexadecimal, where it is a GPU's."""
         self.info = PeerInfo(session_id, msgspec.convert(regions, tuple[Region, ...]))
         """What its Hello would say."""
         self._mapped: SharedMemoryBuffer | GpuView
@@ -87,7 +88,7 @@ class TransportPeer:
             self._mapped = SharedMemoryBuffer.attach(name, nbytes)
         else:
             sender = torch.device("cuda", gpus.sender)
-            self._mapped = GpuView(bytes.fromhex(ipc_handle), nbytes, sender)
+            self._mapped = GpuView(bytes.fromhex(self.ipc_handle), nbytes, sender)
 
     @property
     def memory(self) -> npt.NDArray[np.uint8]:
@@ -96,6 +97,12 @@ class TransportPeer:
         if isinstance(self._mapped, GpuView):
             return self._mapped.read()
         return self._mapped.tensor.numpy()
+
+    def read(self, offset_bytes: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        """u8[nbytes]: a part of its memory."""
+        if isinstance(self._mapped, GpuView):
+            return self._mapped.read(offset_bytes, nbytes)
+        return self.memory[offset_bytes : offset_bytes + nbytes]
 
     @property
     def region(self) -> str:
