@@ -75,7 +75,7 @@ class GpuClock:
 
     def _time(self, run: Callable[[], object], by_host: bool) -> float:
         # Not the default stream, on which the driver refuses batches of copies.
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.stream(self._stream):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             self.meet_on_hosts()
             torch.cuda._sleep(HOST_HEAD_START_CYCLES if by_host else HEAD_START_CYCLES)
@@ -87,5 +87,5 @@ class GpuClock:
         return start.elapsed_time(end) / 1e3
 
     @cached_property
-    def stream(self) -> torch.cuda.Stream:
+    def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""A prefix's remote pages by the copy engines, in one call of the CUDA driver for all of them.
+"""A prefix's pages of one peer by the copy engines, in one call of the CUDA driver for all of them.
 
 They leave every multiprocessor to whatever computes meanwhile. But the host's call takes long, and
 no CUDA graph holds it. Pages are shuffled; beside it the same with neighbours merged, as the read
@@ -98,9 +98,10 @@ def run(progress: Progress) -> Measurement:
 def measure(context: RankContext, prefix_tokens: int) -> dict[str, Any]:
     """Time it on one rank, after checking what arrives."""
     rank = GpuRank(context)
-    peer = 1 - context.rank
+    peer = (context.rank + 1) % context.size
     work = Workload.make(rank, "bf16", max(prefix_tokens, POOL_TOKENS))
-    page_bytes, pages = work.pool.spec.latent.page_bytes, prefix_tokens // PAGE_SIZE // 2
+    page_bytes = work.pool.spec.latent.page_bytes
+    pages = prefix_tokens // PAGE_SIZE // context.size
     other = work.peer_pages(peer, "latent", 0)
     scratch = torch.empty(pages, page_bytes, dtype=torch.uint8, device=rank.device)
     physical: list[npt.NDArray[np.int64]] = []

@@ -1,7 +1,7 @@
 """What the hardware gives: memory, and the links in one direction and in both at once.
 
 By copy engine (a plain copy), by a kernel that reads the peer, and by one that writes to it. One
-direction means that one rank moves data and the other waits.
+direction means that one rank moves data and the others wait. A rank's peer is the next one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def run(progress: Progress) -> Measurement:
 def measure(context: RankContext) -> dict[str, Any]:
     """Time them on one rank."""
     rank = GpuRank(context)
-    peer = 1 - context.rank
+    peer = (context.rank + 1) % context.size
     buffer, target = rank.buffer(2 * NBYTES), rank.buffer(NBYTES)
     buffer.tensor.random_(0, 256)
     own, other, there = buffer.tensor[:NBYTES], buffer.peer(peer), target.tensor

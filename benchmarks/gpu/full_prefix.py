@@ -54,7 +54,7 @@ def run(progress: Progress) -> Measurement:
         "ranks": RANKS,
         "rounds": ROUNDS,
         "remote_bytes": remote_bytes,
-        "pages": "shuffled, half of them remote",
+        "pages": f"shuffled, {RANKS - 1} of {RANKS} remote",
     }
     return Measurement(config, samples, goals)
 
@@ -75,7 +75,7 @@ def _goals(case: str, of_floor: float) -> list[Goal]:
 def measure(context: RankContext, latent_name: str, prefix_tokens: int) -> dict[str, Any]:
     """Time it on one rank, after checking that each way gives the same bytes."""
     rank = GpuRank(context)
-    me, peer = context.rank, 1 - context.rank
+    me, size = context.rank, context.size
     work = Workload.make(rank, latent_name, max(prefix_tokens, POOL_TOKENS))
     page_bytes, pages = work.pool.spec.latent.page_bytes, prefix_tokens // PAGE_SIZE
     sets = sets_past_the_cache(pages * page_bytes)
@@ -83,16 +83,21 @@ def measure(context: RankContext, latent_name: str, prefix_tokens: int) -> dict[
     sources = [work.sources(plan, "latent") for plan in plans]
     mine = [plan.physical_pages[plan.owner_range(me)].to(rank.device) for plan in plans]
     logical = [torch.from_numpy(plan.logical_pages).to(rank.device) for plan in plans]
-    start, half = plans[0].owner_starts[me], pages // 2
+    start, each = plans[0].owner_starts[me], pages // size
     shared = rank.buffer(pages * page_bytes)
     scratch = shared.tensor.view(pages, page_bytes)
     distances = torch.tensor(shared.peer_distances_bytes, device=rank.device) // 8
-    packed = torch.empty(half, page_bytes, dtype=torch.uint8, device=rank.device)
-    own, other = work.pool.pages("latent", 0), work.peer_pages(peer, "latent", 0)
+    packed = torch.empty(each, page_bytes, dtype=torch.uint8, device=rank.device)
+    own = work.pool.pages("latent", 0)
+    # The next rank first, as the readers do, so that no rank is everybody's first.
+    order = [(me + step) % size for step in range(1, size)]
+    others = {owner: work.peer_pages(owner, "latent", 0) for owner in order}
 
     def peer_copy(turn: int) -> None:
-        first = turn * half % (len(other) - half)
-        scratch[:half].copy_(other[first : first + half])
+        first = turn * each % (len(own) - each)
+        for place, owner in enumerate(order):
+            target = scratch[place * each : (place + 1) * each]
+            target.copy_(others[owner][first : first + each])
 
     def pull(turn: int) -> None:
         pull_pages(own, sources[turn].sources, sources[turn].order, scratch)
@@ -103,14 +108,14 @@ def measure(context: RankContext, latent_name: str, prefix_tokens: int) -> dict[
 
     def all_gather(turn: int) -> None:
         torch.index_select(own, 0, mine[turn], out=packed)
-        rank.nccl.all_gather_bytes(packed.view(-1), scratch.view(context.size, -1))
+        rank.nccl.all_gather_bytes(packed.view(-1), scratch.view(size, -1))
 
     # A sum of numbers, as in the plan; fp8 rows are not numbers, so theirs is a sum of bytes.
     numbers = torch.bfloat16 if latent_name == "bf16" else torch.uint8
 
     def all_reduce(turn: int) -> None:
         scratch.zero_()
-        scratch[start : start + half] = own[mine[turn]]
+        scratch[start : start + each] = own[mine[turn]]
         dist.all_reduce(scratch.view(numbers), group=rank.nccl_process_group)
 
     def as_planned(turn: int) -> None:
@@ -121,10 +126,10 @@ def measure(context: RankContext, latent_name: str, prefix_tokens: int) -> dict[
         dist.all_reduce(view.view(numbers), group=rank.nccl_process_group)
 
     expected = torch.cat([
-        (own if owner == me else other)[
+        (own if owner == me else others[owner])[
             plans[0].physical_pages[plans[0].owner_range(owner)].to(rank.device)
         ]
-        for owner in range(context.size)
+        for owner in range(size)
     ])  # fmt: skip
     for way in (pull, push, all_gather):
         scratch.fill_(0xEE)
@@ -138,7 +143,7 @@ def measure(context: RankContext, latent_name: str, prefix_tokens: int) -> dict[
     rank.capture("pack and all-gather", all_gather, sets)
     rank.capture("zero fill, copy, all-reduce, planned", all_reduce, sets)
     rank.launch("zero fill, masked copy, all-reduce", as_planned, sets)
-    return {"samples": rank.samples(ROUNDS), "remote_bytes": half * page_bytes}
+    return {"samples": rank.samples(ROUNDS), "remote_bytes": (size - 1) * each * page_bytes}
 
 
 BENCHMARK = Benchmark("gpu_full_prefix", "a layer's whole prefix: push, pull, and collectives", run)

@@ -123,7 +123,10 @@ def measure(context: RankContext, latent_name: str, prefix_tokens: int, how: str
             "rows": fetched,
             "remote_rows": remote,
             "remote_bytes": [rows * spec.latent.row_bytes for rows in remote],
-            "index_k_remote_bytes": pages // 2 * spec.index.page_bytes,
+            "index_k_remote_bytes": pages
+            // context.size
+            * (context.size - 1)
+            * spec.index.page_bytes,
         },
     }
 

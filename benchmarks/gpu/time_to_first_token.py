@@ -151,7 +151,7 @@ def measure(context: RankContext, kv_cache_dtype: str, prefix_tokens: int) -> di
     model, group = _model(device), _group(context)
     spec = pool_spec(model.config, PAGE_SIZE, kv_cache_dtype, torch.bfloat16)
     logical_pages = (prefix_tokens + max(NEW_TOKENS)) // PAGE_SIZE + 2
-    logical_pages += logical_pages % context.size
+    logical_pages += -logical_pages % context.size
     shared = RankPools.make_on_gpus(spec, logical_pages // context.size, group, device)
     replicated = RankPools.make_replicated(spec, logical_pages, device)
     for pools in (shared, replicated):

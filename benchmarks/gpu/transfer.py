@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
+import torch
 
 from benchmarks import Benchmark, Measurement, Progress
 from benchmarks.gpu import RANKS
@@ -230,7 +231,7 @@ def _runs(
     return expand(merged, areas, local_region=local, remote_region=remote)
 
 
-def _digest(tensor: Any, runs: Runs, place: int) -> tuple[int, int, str]:
+def _digest(tensor: torch.Tensor, runs: Runs, place: int) -> tuple[int, int, str]:
     """Where the first page's worth of a range has gone, and the digest of its bytes."""
     nbytes = min(int(runs.nbytes[place]), 1 << 13)
     start = int(runs.local_offset_bytes[place])
@@ -243,7 +244,7 @@ class PlainCopy:
 
     def __init__(self, rank: GpuRank, ipc_handle: bytes, pool_bytes: int, nbytes: int) -> None:
         self._mapping = CudaIpcMapping(ipc_handle, pool_bytes, rank.device)
-        self._stream, self._nbytes = rank.stream, nbytes
+        self._stream, self._nbytes = torch.cuda.Stream(rank.device), nbytes
         self._target = self._mapping.address + rank.context.rank * nbytes
         assert (rank.context.rank + 1) * nbytes <= pool_bytes
         self._driver = ctypes.CDLL("libcuda.so.1")
