@@ -2,13 +2,14 @@
 
 Made for eight GPUs of one host, and it runs on any number of ranks and on CPUs too, at sizes that
 fit. A part that has its result for this commit and these options is not run again, so a run that
-was cut off goes on where it stopped. Each part leaves a JSON, see record.py.
+was cut off goes on where it stopped; none begins after --seconds. Each part leaves a JSON, see
+record.py.
 
 equal   shared against replicated, every logit bit by bit: both splits and every read, at N and N/2
 plan    the sizes of the plan: a pool of 237,312 tokens on each rank, 78 layers in bf16 with fp8
-        index K, a prompt that no rank could hold; what each rank stored and sent
-table   the read and write measurements of benchmarks.gpu at N (GPUs only)
-ttft    time to first token, shared against replicated, at N (GPUs only)
+        index K, a prompt that no rank could hold; what each rank stored, read, and sent
+table   the read, write and transfer measurements of benchmarks.gpu at N (GPUs only)
+ttft    time to first token at 128 K and 1 M, shared against replicated, at N (GPUs only)
 """
 
 from __future__ import annotations
@@ -25,23 +26,28 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import httpx
 
 from benchmarks import Measurement
+from benchmarks.nvlink import between, nvlink_kib
 from benchmarks.record import RESULTS, record, this_commit
 from cp_shared_kv.engine.cluster import no_progress
+from cp_shared_kv.engine.config import KVRead
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
 from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 PLAN_TOKENS, PLAN_LAYERS = 237_312, 78
-READS = {"cpu": ("pull", "collective", "sparse"), "cuda": ("auto", "pull", "push", "collective")}
 SPLITS = ("in-seq-split", "round-robin-split")
 OUTPUT_TOKENS = 4
 ANSWER_SECONDS = 400.0
-TABLE = ("gpu_floors", "gpu_full_prefix", "gpu_selected_rows", "gpu_writes")
+BEGIN_SECONDS = 420.0
+"""No part begins later than this, so that a run ends within nine minutes."""
+TABLE = ("gpu_floors", "gpu_full_prefix", "gpu_selected_rows", "gpu_writes", "gpu_transfer")
+TTFT_CASES = (("bf16", 1 << 17), ("bf16", 1 << 20), ("fp8_e4m3", 1 << 17))
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=PLAN_LAYERS)
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder for the JSON files")
     parser.add_argument("--commit", help="which commit this is, in a copy that has no .git")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=BEGIN_SECONDS,
+        help="begin no part later than this; run again for the rest (default: %(default)g)",
+    )
     parser.add_argument("--again", action="store_true", help="run parts that have a result too")
     given = parser.parse_args(arguments)
     options = Options(
@@ -93,12 +105,16 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(
             f"no part {', '.join(unknown)} on {given.device}; there are: {', '.join(there)}"
         )
+    started = time.monotonic()
     for name in given.parts or there:
         found = None if given.again else result_of(name, options)
         if found is not None:
             print(f"{name}: done before, see {found}", flush=True)
             continue
         begun = time.monotonic()
+        if begun - started > given.seconds:
+            print(f"{name}: not begun after {given.seconds:g} s; run this again", flush=True)
+            continue
         print(f"{name} ...", flush=True)
         measurement = there[name](options)
         path = record(f"eight_{name}", measurement, options.results, options.commit)
@@ -121,7 +137,7 @@ def result_of(part: str, options: Options) -> Path | None:
 
 def equal(options: Options) -> Measurement:
     """Every read with one split, and one read with the other; half as many ranks once each."""
-    reads = READS[options.device]
+    reads, refused = _reads(options.device)
     cases = [(options.ranks, SPLITS[turn % 2], read) for turn, read in enumerate(reads)]
     cases.append((options.ranks, SPLITS[1], reads[0]))
     if options.ranks >= 4:
@@ -133,8 +149,23 @@ def equal(options: Options) -> Measurement:
         case = f"N={ranks}, {split}, {read}"
         found[case] = _compared(options.device, ranks, split, read)
         seconds.append(time.perf_counter() - begun)
-        print(f"  {case}: {found[case]}", flush=True)
-    return Measurement(options.sizes, {"a case": seconds}, figures=found)
+        print(f"  {case}: {found[case]}, {seconds[-1]:.0f} s", flush=True)
+    figures: dict[str, object] = {"cases": found, "refused": refused}
+    return Measurement(options.sizes, {"a case": seconds}, figures=figures)
+
+
+def _reads(device: str) -> tuple[list[KVRead], dict[str, str]]:
+    """The values of --kv-read, auto first, that a device has; and why the others are refused."""
+    there: list[KVRead] = []
+    refused: dict[str, str] = {}
+    for read in get_args(KVRead):
+        try:
+            small_config(device=device, kv_read=read)
+        except ConfigError as error:
+            refused[read] = str(error)
+        else:
+            there.append(read)
+    return there, refused
 
 
 def _compared(device: str, ranks: int, split: str, read: str) -> dict[str, object]:
@@ -199,14 +230,24 @@ def plan(options: Options) -> Measurement:
             decode_max_total_tokens=prompt_tokens + 4096,
             chunked_prefill_size=min(8192, options.tokens_per_rank),
         )
+        begun = time.perf_counter()
         with running(config, Path(directory) / "log") as served:
+            started_in = time.perf_counter() - begun
+            counted = nvlink_kib()
             begun = time.perf_counter()
             answer = _ask(served, ("the agreement, line by line; " * prompt_tokens)[:prompt_tokens])
             seconds = time.perf_counter() - begun
+            links = between(counted, nvlink_kib())
             served.until(decode_used_tokens=0)
             lines = served.log_lines("CP shared KV")
             info = served.get("/server_info").json()
     sent = [int(line.split("pages=")[1].split()[0]) for line in lines if "transfer:" in line]
+    read = [rank["read_bytes"] for rank in info["ranks"]]
+    logical_tokens = options.ranks * options.tokens_per_rank
+    if sum(f"logical_tokens={logical_tokens}" in line for line in lines) != 2:
+        raise RuntimeError(f"two lines should say logical_tokens={logical_tokens}: {lines}")
+    if answer["usage"]["prompt_tokens"] <= options.tokens_per_rank:
+        raise RuntimeError(f"the prompt fits one rank: {answer['usage']}")
     figures: dict[str, object] = {
         "log_lines": [line for line in lines if "transfer:" not in line],
         "prompt_tokens": answer["usage"]["prompt_tokens"],
@@ -214,34 +255,49 @@ def plan(options: Options) -> Measurement:
         "one_rank_holds_tokens": options.tokens_per_rank,
         "pages_sent_by_rank": sent,
         "busiest_rank_over_even": max(sent) * len(sent) / sum(sent),
+        "read_bytes_by_rank": read,
+        "busiest_reader_over_even": max(read) * len(read) / sum(read),
+        "nvlink": links,
         "logical_tokens": info["max_total_num_tokens"],
         "pool_bytes_per_rank": info["capacity"]["pool_bytes_per_rank"],
     }
-    return Measurement(options.sizes, {"the prompt": [seconds]}, figures=figures)
+    samples = {"the prompt": [seconds], "the start": [started_in]}
+    return Measurement(options.sizes, samples, figures=figures)
 
 
 # What benchmarks.gpu measures --------------------------------------------------------------------
 
 
 def table(options: Options) -> Measurement:
-    """The measurements of reads and writes, at N."""
-    return _on_gpus(TABLE, options)
+    """The measurements of reads, writes and transfers, at N, and what went over the links."""
+    command = [sys.executable, "-m", "benchmarks.gpu", *TABLE, "--results", str(options.results)]
+    if options.commit is not None:
+        command += ["--commit", options.commit]
+    counted, begun = nvlink_kib(), time.perf_counter()
+    subprocess.run(command, check=True, env={**os.environ, "BENCH_RANKS": str(options.ranks)})
+    seconds = time.perf_counter() - begun
+    newest = [max(path.name for path in options.results.glob(f"{name}-*.json")) for name in TABLE]
+    figures: dict[str, object] = {"files": newest, "nvlink": between(counted, nvlink_kib())}
+    return Measurement(options.sizes, {"all": [seconds]}, figures=figures)
 
 
 def ttft(options: Options) -> Measurement:
     """The time to first token, at N."""
-    return _on_gpus(("gpu_time_to_first_token",), options)
+    # Here, since on a CPU there need not be a triton.
+    from benchmarks.gpu.time_to_first_token import measure_case, measurement
+    from cp_shared_kv.testing.rank_pool import RankPool
 
-
-def _on_gpus(names: tuple[str, ...], options: Options) -> Measurement:
-    command = [sys.executable, "-m", "benchmarks.gpu", *names, "--results", str(options.results)]
-    if options.commit is not None:
-        command += ["--commit", options.commit]
-    begun = time.perf_counter()
-    subprocess.run(command, check=True, env={**os.environ, "BENCH_RANKS": str(options.ranks)})
-    seconds = time.perf_counter() - begun
-    newest = [max(path.name for path in options.results.glob(f"{name}-*.json")) for name in names]
-    return Measurement(options.sizes, {"all": [seconds]}, figures={"files": newest})
+    samples: dict[str, list[float]] = {}
+    links: dict[str, object] = {}
+    with RankPool(options.ranks) as pool:
+        for kv_cache_dtype, prefix_tokens in TTFT_CASES:
+            counted = nvlink_kib()
+            samples |= measure_case(pool, kv_cache_dtype, prefix_tokens)
+            case = f"{kv_cache_dtype}, {prefix_tokens >> 10} K"
+            links[case] = between(counted, nvlink_kib())
+            print(f"  {case}: measured", flush=True)
+    goals = measurement(samples).goals
+    return Measurement(options.sizes, samples, goals, figures={"nvlink": links})
 
 
 PARTS: dict[str, Callable[[Options], Measurement]] = {
