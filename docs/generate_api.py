@@ -34,6 +34,7 @@ INTERNAL = {
     "transfer.mooncake",
     "transfer.mooncake_lane",
     "transfer.mooncake_session",
+    "transfer.mooncake_settings",
     "transfer.mooncake_sockets",
     "transfer.mooncake_write",
     "transfer.strided_copy",
