@@ -75,7 +75,8 @@ class MooncakeEngine:
     def __init__(self, host: str, *, on_gpu: bool = False) -> None:
         self.over_nvlink = set_up(on_gpu=on_gpu)
         engine = _load(on_gpu, self.over_nvlink)
-        status = engine.initialize(host, "P2PHANDSHAKE", "tcp", "")
+        protocol = "nvlink_intra" if self.over_nvlink else "tcp"
+        status = engine.initialize(host, "P2PHANDSHAKE", protocol, "")
         if status:
             raise StartupError(
                 "Mooncake's Transfer Engine did not start",
