@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -18,8 +20,8 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer, gpu_buffer, why_not_mapped
-from cp_shared_kv.reads import peer_reader
-from cp_shared_kv.reads.forward_kv import ForwardKV
+from cp_shared_kv.reads import index_pieces, peer_reader
+from cp_shared_kv.reads.forward_kv import ForwardKV, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import TorchGroup
 from cp_shared_kv.reads.peer_pull import PeerPullReader
@@ -37,6 +39,9 @@ LAYERS, INDEX_LAYERS = 3, (0, 2)
 LATENT, ROPE, INDEX = 512, 64, 128
 PAGE_SIZE = 16
 SCRATCH_BYTES = 1 << 26
+BLOCK_PIECE = 8
+BLOCK_TOKENS = BLOCK_PIECE + 2 * PAGE_SIZE
+"""Of most prefixes of a story only a part."""
 _nccl: dict[int, TorchGroup] = {}
 
 
@@ -71,11 +76,15 @@ class Mode:
         layout: CpSharedKVLayout,
         reader: PrefixReader,
         scratch: PoisonedScratch,
+        sparse: SparseReads | None = None,
     ) -> None:
         self.pool, self.layout, self.reader, self.scratch = pool, layout, reader, scratch
+        self.sparse = sparse
 
-    def source(self, kind: PageKind, layer: int) -> torch.Tensor:
-        """The pages in which the slots of the layer stored last are looked up."""
+    def source(self, kind: PageKind, layer: int) -> torch.Tensor | None:
+        """The pages in which the slots of the layer stored last are looked up, if all are there."""
+        if self.sparse is not None:
+            return None
         if self.layout.cp_size == 1:
             return self.pool.pages(kind, layer)
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
@@ -118,7 +127,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
     replicated = KVPool(
         spec, replicated_pages, PrivateBuffer(spec.pool_bytes(replicated_pages), device)
     )
-    pulled, pushed, either, gathered = (shared_pool() for _ in range(4))
+    pulled, pushed, either, gathered, by_row, in_blocks = (shared_pool() for _ in range(6))
     symmetric, symmetric_too = (
         PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device) for _ in range(2)
     )
@@ -129,6 +138,14 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         PeerPullReader(context.rank, either),
         PeerPushReader(context.rank, either, symmetric_too),
     )
+    by_rows: dict[str, Mode] = {}
+    for name, pool, most_tokens in (("sparse", by_row, None), ("blocks", in_blocks, BLOCK_TOKENS)):
+        reader, its_scratch = (
+            PeerPullReader(context.rank, pool),
+            PoisonedScratch(SCRATCH_BYTES, device),
+        )
+        rows = SelectedRowsReader(reader, context.size, pool, its_scratch)
+        by_rows[name] = Mode(pool, layout, reader, its_scratch, SparseReads(rows, most_tokens))
     full_view = FullViewReader(nccl_of(context), gathered, gather_scratch)
     return {
         "replicated": Mode(
@@ -141,6 +158,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         "push": Mode(pushed, layout, push, symmetric),
         "pull or push": Mode(either, layout, pull_or_push, symmetric_too),
         "full view": Mode(gathered, layout, full_view, gather_scratch),
+        **by_rows,
     }
 
 
@@ -178,13 +196,14 @@ def check_story(
             BatchSpan(LogicalPages(np.array(s["pages"], np.int64)), s["prefix_len"], s["new_len"])
             for s in batch
         ]
-        kvs = {
-            name: ForwardKV.build(
-                mode.pool, mode.layout, nccl_of(context), mode.reader, spans, split,
-                scratch=mode.scratch,
-            )
-            for name, mode in modes.items()
-        }  # fmt: skip
+        with patch.object(index_pieces, "PIECE_TOKENS", BLOCK_PIECE):
+            kvs = {
+                name: ForwardKV.build(
+                    mode.pool, mode.layout, nccl_of(context), mode.reader, spans, split,
+                    scratch=mode.scratch, sparse=mode.sparse,
+                )
+                for name, mode in modes.items()
+            }  # fmt: skip
         token_locs = [token_places(span).to(device) for span in spans]
         new_locs = torch.cat(
             [torch.zeros(0, dtype=torch.int64, device=device)]
@@ -209,8 +228,13 @@ def check_story(
                 for request, places in zip(kv.requests, token_locs, strict=True):
                     for kind in rows:
                         pages = modes[name].source(kind, layer)
-                        held = spec.format(kind).gather_rows(pages, request.slots)
-                        seen.append((f"{name} {kind}", held, truth[kind, layer][places]))
+                        if pages is not None:
+                            held = spec.format(kind).gather_rows(pages, request.slots)
+                            seen.append((f"{name} {kind}", held, truth[kind, layer][places]))
+                if modes[name].sparse is not None:
+                    of_layer = {kind: truth[kind, layer] for kind in rows}
+                    for where, got, expected in as_a_model(kv, spec, layer, token_locs, of_layer):
+                        seen.append((f"{name} {where}", got, expected))
                 if name == "pull":
                     where, got, expected = select(
                         context, modes[name], spans, kv, layer, rows["latent"], token_locs,
@@ -240,6 +264,39 @@ def deafened(mode: Mode, late: bool) -> Mode:
     reader._buffer.barrier = lambda: None
     reader.read = read_late
     return mode
+
+
+def as_a_model(
+    kv: ForwardKV,
+    spec: KVPoolSpec,
+    layer: int,
+    token_locs: list[torch.Tensor],
+    truth: dict[PageKind, torch.Tensor],
+) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    """Index K piece by piece, and of latent KV all slots as if tokens had selected them, for some
+    tokens after the other: what comes, and what should."""
+    if "index" in truth:
+        seen = [0] * len(token_locs)
+        for piece in kv.index_pieces(layer):
+            start, seen[piece.request] = seen[piece.request], piece.start + len(piece.keys)
+            assert start == piece.start
+            rows = truth["index"][token_locs[piece.request][start : seen[piece.request]]]
+            yield "index", piece.keys, spec.index.decode(rows, torch.float32)
+        last = [0 if r.stop == r.start else int(kv.positions[r.stop - 1]) + 1 for r in kv.requests]
+        yield "index keys seen", torch.tensor(seen), torch.tensor(last)
+    for request, places in zip(kv.requests, token_locs, strict=True):
+        slots = request.slots
+        selected = torch.stack([slots, torch.full_like(slots, -1), slots.flip(0)], dim=1)
+        brought = 0
+        for part, found in kv.bring(layer, selected):
+            assert part.start == brought
+            brought = part.stop
+            got = torch.cat(kv.latent(layer, found[:, [0, 2]]), dim=2)
+            wanted = truth["latent"][torch.stack([places, places.flip(0)], dim=1)[part]]
+            expected = torch.cat(spec.latent.decode(wanted.flatten(0, 1), torch.float32), dim=1)
+            yield "latent", got.flatten(0, 1), expected
+            yield "padding", found[:, 1], torch.full_like(found[:, 1], -1)
+        assert brought == len(slots)
 
 
 def select(

@@ -36,8 +36,8 @@ def _two_gpus() -> None:
 
 @pytest.fixture(scope="module")
 def wide_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bf16 checkpoint of widths that every page format takes."""
-    shape = ModelShape(kv_lora_rank=256, index_head_dim=128)
+    """A bf16 checkpoint of widths that every page format takes, also row by row."""
+    shape = ModelShape(kv_lora_rank=512, index_head_dim=128)
     return bf16_checkpoint(tmp_path_factory.mktemp("wide") / "model", shape)
 
 
@@ -55,6 +55,8 @@ def bf16_checkpoint(directory: Path, shape: ModelShape) -> Path:
     return directory
 
 
+# Scratch for 1,024 tokens is too little for the longer prompts: their index K comes in several
+# blocks, and the rows of 16 tokens at a time.
 @pytest.mark.parametrize(
     ("model", "kv_cache_dtype", "formats", "kv_read", "split"),
     [
@@ -66,6 +68,12 @@ def bf16_checkpoint(directory: Path, shape: ModelShape) -> Path:
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "push", "in-seq-split"),
         ("hopper", "auto", ("bf16", "fp8_scaled"), "pull", "in-seq-split"),
         ("hopper", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "auto", "round-robin-split"),
+        ("demo", "auto", ("fp32", "fp32"), "sparse in blocks", "in-seq-split"),
+        ("demo", "bf16", ("bf16", "bf16"), "sparse in blocks", "round-robin-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "sparse", "in-seq-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "sparse in blocks", "round-robin-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse", "round-robin-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse in blocks", "in-seq-split"),
     ],
 )
 def test_sharing_changes_no_bit_of_any_logit(
@@ -82,10 +90,12 @@ def test_sharing_changes_no_bit_of_any_logit(
     if model == "hopper" and (lacking := lacking_for(ModelConfig.from_directory(hopper_model))):
         pytest.skip("; ".join(lacking))
     shared, replicated = tmp_path / "shared", tmp_path / "replicated"
+    kv_read, _, in_blocks = kv_read.partition(" ")
     config = small_config(
         device="cuda",
         kv_cache_dtype=kv_cache_dtype,
         kv_read=kv_read,
+        kv_scratch_tokens=1024 if in_blocks else None,
         nsa_prefill_cp_mode=split,
         record_batches=shared,
         attention_ops="hopper" if model == "hopper" else "auto",

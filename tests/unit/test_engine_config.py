@@ -133,12 +133,6 @@ def test_a_read_path_where_nothing_is_shared_is_refused(
     assert "--enable-nsa-prefill-cp-shared-kv" in message
 
 
-def test_sparse_reads_on_gpus_are_refused() -> None:
-    message = refusal(**SHARED, kv_read="sparse", device="cuda")
-    assert "--kv-read sparse runs on CPUs only so far: --device cuda" in message
-    assert "use --kv-read auto" in message
-
-
 @pytest.mark.parametrize("kv_read", ["auto", "pull", "collective"])
 def test_a_bound_for_what_is_read_in_blocks_needs_a_read_in_blocks(kv_read: str) -> None:
     message = refusal(**SHARED, kv_read=kv_read, kv_scratch_tokens=2048)

@@ -16,6 +16,7 @@ from cp_shared_kv.engine.model_spec import describe_model
 from cp_shared_kv.engine.placement import gpu_index, occupants
 from cp_shared_kv.engine.sizing import MemoryPlace, resolve_limits
 from cp_shared_kv.errors import CapacityError, ConfigError, StartupError
+from cp_shared_kv.memory.formats.registry import latent_format
 from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.testing.running_cluster import small_config
 
@@ -41,6 +42,7 @@ def test_what_cannot_go_with_a_device_is_refused() -> None:
         ("cpu", "auto", "pull", "shared_memory"),
         ("cuda", "auto", "pull_or_push", "cuda_ipc"),
         ("cuda", "push", "push", "cuda_ipc"),
+        ("cuda", "sparse", "sparse", "cuda_ipc"),
         ("cuda", "collective", "collective", "cuda_ipc"),
     ],
 )
@@ -69,6 +71,16 @@ def test_where_gpus_are_few_only_ranks_of_one_group_never_share(count: int) -> N
     places = occupants(crowded, count)
     assert sum(ranks for ranks, _ in places) == 6
     assert sum(workers for _, workers in places) == 2
+
+
+def test_rows_that_no_kernel_fetches_are_refused_before_the_start() -> None:
+    spec = dataclasses.replace(
+        describe_model(config()).pool_spec,
+        latent=latent_format("fp8_ds_mla", kv_lora_rank=256, qk_rope_head_dim=64, page_size=64),
+    )
+    check_gpus(config(kv_read="pull"), spec, some_gpus(2))
+    with pytest.raises(ConfigError, match=r"one by one.*multiple of 16 bytes.*--kv-read auto"):
+        check_gpus(config(kv_read="sparse"), spec, some_gpus(2))
 
 
 def test_gpus_that_do_not_suit_are_refused_with_what_to_do() -> None:

@@ -6,13 +6,16 @@ import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from cp_shared_kv.model import query_blocks
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.ops.reference import REFERENCE_OPS
+from cp_shared_kv.model.query_blocks import ON_CPU
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import load_weights
 from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
@@ -85,7 +88,7 @@ class TensorKV:
 
     def bring(self, layer: int, selected: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
         for start in range(0, len(selected), self.rows_at_once):
-            part = slice(start, start + self.rows_at_once)
+            part = slice(start, min(start + self.rows_at_once, len(selected)))
             yield part, selected[part]
 
     def latent_rows(self, layer: int, places: torch.Tensor) -> None:
@@ -306,6 +309,36 @@ def test_rows_that_are_brought_some_at_a_time_give_the_same_bits(sharing: Path) 
     kv.rows_at_once = 7
     got = transformer.logits(transformer.forward(token_ids, kv.begin([(torch.arange(90), 90)]), kv))
     assert torch.equal(got, whole)
+
+
+def test_rows_in_parts_make_the_calls_that_all_together_make(
+    sharing: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, torch.Tensor]] = []
+
+    def sparse_attention(q_latent: torch.Tensor, *others: Any) -> torch.Tensor:
+        found = REFERENCE_OPS.sparse_attention(q_latent, *others)
+        calls.append((len(q_latent), found))
+        return found
+
+    of_a_call = 20 * SHAPE.index_topk * (SHAPE.kv_lora_rank + SHAPE.qk_rope_head_dim)
+    like_a_gpu = dataclasses.replace(ON_CPU, most_gathered=of_a_call, whole_calls=True)
+    monkeypatch.setattr(query_blocks, "ON_CPU", like_a_gpu)
+    ops = dataclasses.replace(REFERENCE_OPS, sparse_attention=sparse_attention)
+    transformer, token_ids = Transformer.load(sharing, ops=ops), tokens(90)
+    layers = transformer.config.num_hidden_layers
+    whole = alone(transformer, token_ids)
+    assert [size for size, _ in calls] == [20, 20, 20, 20, 10] * layers
+    for rows_at_once, calls_of_layer in ((7, 17), (20, 5), (50, 6)):
+        calls.clear()
+        kv = TensorKV(transformer.config, 90)
+        kv.rows_at_once = rows_at_once
+        positions = kv.begin([(torch.arange(90), 90)])
+        got = transformer.logits(transformer.forward(token_ids, positions, kv))
+        assert torch.equal(got, whole)
+        assert len(calls) == calls_of_layer * layers
+        assert {size for size, _ in calls} == {20, 10}
+        assert all(found.isfinite().all() for _, found in calls)
 
 
 def test_a_rank_without_tokens_shares_selections_too(sharing: Path) -> None:

@@ -121,9 +121,9 @@ class EngineConfig:
 
     kv_read: KVRead = "auto"
     """How a rank reads pages it does not own: one-sided pull out of its peers' memory, push by
-    their owners (GPUs only), a collective gather of bytes, or sparse (CPUs only): a pull of index K
-    in blocks, and of latent KV the rows alone that a rank's tokens have selected; auto is pull, and
-    on GPUs whichever of pull and push is faster for a batch."""
+    their owners (GPUs only), a collective gather of bytes, or sparse: a pull of index K in blocks,
+    and of latent KV the rows alone that a rank's tokens have selected; auto is pull, and on GPUs
+    whichever of pull and push is faster for a batch."""
 
     kv_scratch_tokens: int | None = None
     """Prefix tokens of one layer that a rank's scratch holds at once, with --kv-read sparse; by
@@ -321,13 +321,6 @@ class EngineConfig:
                 "--kv-read push writes to the memory of other GPUs",
                 value=f"--device {self.device}",
                 change="add --device cuda, or use --kv-read auto",
-            )
-        if self.kv_read == "sparse" and self.device != "cpu":
-            raise ConfigError(
-                "--kv-read sparse runs on CPUs only so far",
-                value=f"--device {self.device}",
-                allowed="auto, pull, push, collective",
-                change="use --kv-read auto",
             )
         if self.kv_scratch_tokens is not None and self.kv_read != "sparse":
             raise ConfigError(

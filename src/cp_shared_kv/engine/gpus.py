@@ -18,6 +18,7 @@ from cp_shared_kv.kernels import ALIGNMENT_BYTES
 from cp_shared_kv.memory.gpu_writes import check_kernels
 from cp_shared_kv.memory.page_format import PAGE_KINDS
 from cp_shared_kv.memory.pool import KVPoolSpec
+from cp_shared_kv.reads.selected_rows import check_rows
 
 LOOK_SECONDS = 120
 NEEDED_CAPABILITY = (8, 0)
@@ -79,6 +80,8 @@ def check_gpus(config: EngineConfig, spec: KVPoolSpec, gpus: list[GPU]) -> None:
             change="hide it with CUDA_VISIBLE_DEVICES",
         )
     check_kernels(spec)
+    if config.resolved_kv_read == "sparse":
+        check_rows(spec.latent)
     for kind in PAGE_KINDS:
         if spec.layers(kind) and spec.page_bytes(kind) % ALIGNMENT_BYTES:
             raise ConfigError(

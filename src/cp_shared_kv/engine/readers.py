@@ -17,6 +17,7 @@ from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
 
 
@@ -48,8 +49,8 @@ def make_reader(
     """The reads of one rank. Any rank, same choice.
 
     `most_tokens` of a prefix are held at once by sparse reads, any number if None. ConfigError for
-    pull or push between GPUs that cannot map each other; what is left to choose goes by collective
-    there.
+    pull, push or sparse between GPUs that cannot map each other; what is left to choose goes by
+    collective there.
     """
     pool, device = pools.pool, pools.pool.buffer.tensor.device
     if device.type == "cpu":
@@ -74,6 +75,10 @@ def make_reader(
     scratch = Scratch(scratch_limit_bytes, device)
     if kv_read == "pull":
         return KVReads(PeerPullReader(group.cp_rank, pool), scratch)
+    if kv_read == "sparse":
+        pull = PeerPullReader(group.cp_rank, pool)
+        row_reader = SelectedRowsReader(pull, group.cp_size, pool, scratch)
+        return KVReads(pull, scratch, SparseReads(row_reader, most_tokens))
     if kv_read == "collective":
         return KVReads(FullViewReader(group, pool, scratch), scratch)
     return KVReads(LocalReader(), scratch)

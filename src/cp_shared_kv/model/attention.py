@@ -54,7 +54,7 @@ class SparseAttention:
         assert selected is not None, "the config lets no first layer be without an indexer"
         q_latent, q_pe = self._queries(q_residual, rotation)
         parts = [
-            self._attend(q_latent[part], q_pe[part], places, layer, kv)
+            self._attend(q_latent, q_pe, part, places, layer, kv)
             for part, places in kv.bring(layer, selected)
         ]
         attended = parts[0] if len(parts) == 1 else torch.cat([q_latent[:0], *parts])
@@ -79,32 +79,40 @@ class SparseAttention:
         self,
         q_latent: torch.Tensor,
         q_pe: torch.Tensor,
+        part: slice,
         places: torch.Tensor,
         layer: int,
         kv: KVAccess,
     ) -> torch.Tensor:
-        config = self._config
-        attended = self._attend_rows(q_latent, q_pe, places, layer, kv)
+        """What the tokens of `part` attend to, at places i64[n, k] of these n alone."""
+        config, scale = self._config, self._config.softmax_scale
+        attended = self._attend_rows(q_latent[part], q_pe[part], places, layer, kv)
         if attended is not None:
             return attended
-        attended = torch.empty_like(q_latent)
+        attended = torch.empty_like(q_latent[part])
         width = config.kv_lora_rank + config.qk_rope_head_dim
-        most = block_sizes(q_latent.device).most_gathered
-        step = max(1, most // max(1, places.shape[1] * width))
-        for start in range(0, len(places), step):
-            rows = slice(start, start + step)
-            valid = places[rows] >= 0
+        sizes = block_sizes(q_latent.device)
+        step = max(1, sizes.most_gathered // max(1, places.shape[1] * width))
+        # Cut where all tokens together would be, so that parts of them make the same calls.
+        for first in range(part.start // step * step, part.stop, step):
+            call = slice(first, min(first + step, len(q_latent)))
+            here = slice(max(call.start, part.start), min(call.stop, part.stop))
+            wanted = places[here.start - part.start : here.stop - part.start]
+            if not sizes.whole_calls:
+                call = here
+            elif here != call:  # tokens of other parts look where their neighbours do, in vain
+                token = torch.arange(call.start, call.stop, device=places.device)
+                wanted = wanted[token.clamp(here.start, here.stop - 1) - here.start]
+            valid = wanted >= 0
             # Padding reads the token's first place again: one that is written, then left out.
-            readable = torch.where(valid, places[rows], places[rows, :1])
+            readable = torch.where(valid, wanted, wanted[:, :1])
             latent, k_pe = kv.latent(layer, readable)
-            attended[rows] = self._ops.sparse_attention(
-                q_latent[rows],
-                q_pe[rows],
-                latent,
-                k_pe,
-                valid,
-                config.softmax_scale,
+            found = self._ops.sparse_attention(
+                q_latent[call], q_pe[call], latent, k_pe, valid, scale
             )
+            attended[here.start - part.start : here.stop - part.start] = found[
+                here.start - call.start : here.stop - call.start
+            ]
         return attended
 
     def _attend_rows(

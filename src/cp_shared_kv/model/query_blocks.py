@@ -20,11 +20,15 @@ class BlockSizes:
     """Of a block of queries, fp32."""
     most_gathered: int
     """Values of the latent rows that one call of attention gathers."""
+    whole_calls: bool
+    """Whether a call of attention has all its tokens even where only some of them are readable, and
+    is made again for the others: of products in a batch the device may choose other kernels, and so
+    give other bits, for a batch of another size."""
 
 
-ON_CPU = BlockSizes(most_rows=128, most_scores=1 << 24, most_gathered=1 << 22)
+ON_CPU = BlockSizes(most_rows=128, most_scores=1 << 24, most_gathered=1 << 22, whole_calls=False)
 """64 MB of scores, 16 MB of gathered rows."""
-ON_GPU = BlockSizes(most_rows=1024, most_scores=1 << 26, most_gathered=1 << 27)
+ON_GPU = BlockSizes(most_rows=1024, most_scores=1 << 26, most_gathered=1 << 27, whole_calls=True)
 """256 MB of scores; rows of 113 tokens at 2,048 selected of 576 values."""
 
 

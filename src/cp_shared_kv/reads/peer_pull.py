@@ -6,7 +6,7 @@ import torch
 
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.mapped_buffers import MappedBuffer
-from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
+from cp_shared_kv.memory.page_format import PageKind
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
 from cp_shared_kv.reads.page_sources import PageSources
@@ -24,17 +24,17 @@ class PeerPullReader:
         self._rank = cp_rank
         self._pool = pool
         self._buffer = symmetric_buffer(pool)
-        self._sources: list[tuple[PagesByOwner, PageKind, PageSources]] = []
+        self._sources: dict[tuple[int, PageKind], tuple[PagesByOwner, PageSources]] = {}
         self.pages_read = 0
         self.bytes_read = 0
 
-    def begin(self, plan: ReadPlan) -> None:
+    def begin(self, plan: ReadPlan) -> None:  # noqa: ARG002 (the same wait for any plan)
         """Line up with all ranks: their writes of the last forward are visible, their reads over.
 
         Pages of a prefix do not change during a forward, so its reads need no more than this.
         """
         self._buffer.barrier()
-        self._sources = [(plan, kind, self.sources(plan, kind)) for kind in PAGE_KINDS]
+        self._sources = {}
 
     def sources(self, pages: PagesByOwner, kind: PageKind) -> PageSources:
         """Where the pages of that kind lie for this rank, in each layer alike."""
@@ -56,13 +56,11 @@ class PeerPullReader:
         self.bytes_read += len(pages.logical_pages) * scratch.shape[1]
 
     def _sources_of(self, pages: PagesByOwner, kind: PageKind) -> PageSources:
-        for known, known_kind, sources in self._sources:
-            if known is pages and known_kind == kind:
-                return sources
-        # A part of the plan, which each layer asks for again.
-        sources = self.sources(pages, kind)
-        self._sources.append((pages, kind, sources))
-        return sources
+        # Each layer asks for the same pages again, all of the plan's or a part of them.
+        key = (id(pages), kind)
+        if key not in self._sources:
+            self._sources[key] = (pages, self.sources(pages, kind))  # which keeps the id taken
+        return self._sources[key][1]
 
 
 def symmetric_buffer(pool: KVPool) -> SymmetricBuffer | MappedBuffer:
@@ -72,6 +70,6 @@ def symmetric_buffer(pool: KVPool) -> SymmetricBuffer | MappedBuffer:
             "the pool of a rank whose peers read it in place",
             value=type(pool.buffer).__name__,
             allowed="a symmetric or a mapped buffer",
-            change="read by collective (full_view) where the peers' memory cannot be mapped",
+            change="use --kv-read collective (full_view), or auto, where GPUs cannot be mapped",
         )
     return pool.buffer

@@ -8,6 +8,7 @@ import torch
 
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.kernels import ALIGNMENT_BYTES
+from cp_shared_kv.memory.page_format import LatentFormat
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.page_sources import PageSources
 from cp_shared_kv.reads.peer_pull import PeerPullReader
@@ -16,6 +17,22 @@ from cp_shared_kv.reads.scratch import Scratch
 
 if TYPE_CHECKING:
     from cp_shared_kv.kernels.select_rows import SelectedRows
+
+
+def fetches_rows(latent: LatentFormat) -> bool:
+    """Whether its rows are whole multiples of 16 bytes, one after the other."""
+    return len(latent.sections) == 1 and latent.row_bytes % ALIGNMENT_BYTES == 0
+
+
+def check_rows(latent: LatentFormat) -> None:
+    """ConfigError for a format whose rows a kernel cannot fetch one by one."""
+    if not fetches_rows(latent):
+        raise ConfigError(
+            "rows of latent KV that are read one by one",
+            value=f"sections of {latent.sections} bytes",
+            allowed=f"one section of a multiple of {ALIGNMENT_BYTES} bytes",
+            change="read whole pages with this page format: --kv-read auto",
+        )
 
 
 class SelectedRowsReader:
@@ -28,15 +45,8 @@ class SelectedRowsReader:
         self, reader: PeerPullReader, cp_size: int, pool: KVPool, scratch: Scratch
     ) -> None:
         """reader: the one that pulls whole pages from the same pools. ConfigError for a latent
-        format whose rows are not whole multiples of 16 bytes, one after the other."""
-        latent = pool.spec.latent
-        if len(latent.sections) != 1 or latent.row_bytes % ALIGNMENT_BYTES:
-            raise ConfigError(
-                "rows of latent KV that are read one by one",
-                value=f"sections of {latent.sections} bytes",
-                allowed=f"one section of a multiple of {ALIGNMENT_BYTES} bytes",
-                change="read whole pages (pull) with this page format",
-            )
+        format of other rows than `fetches_rows` says."""
+        check_rows(pool.spec.latent)
         self._reader = reader
         self._cp_size = cp_size
         self._pool = pool
@@ -47,7 +57,7 @@ class SelectedRowsReader:
         self._chunk_rows = 0
 
     def begin(self, plan: ReadPlan, most_rows: int) -> None:
-        """See RowReader. Call it after the page reader's `begin`."""
+        """See RowReader."""
         # Here, since without a GPU there need not be a triton.
         from cp_shared_kv.kernels.select_rows import SelectedRows
 
@@ -76,7 +86,7 @@ class SelectedRowsReader:
             self._pool.pages("latent", layer),
             self._sources.sources,
             self._pool.spec.page_size,
-            self._selected.rows,
+            self._selected.rows[: indices.numel()],  # there are no more, and so no more programs
             self._selected.count,
             self._cp_size,
             self._rows[self._chunk_rows :],
