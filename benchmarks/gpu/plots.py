@@ -103,7 +103,9 @@ def draw_time_to_first_token() -> None:
     from matplotlib import pyplot
 
     found = newest("gpu_time_to_first_token")["summary_seconds"]
-    ways = {"pull or push": ("#0b6e4f", "o"), "collective": ("#f1a208", "^")}
+    ways = {"auto": ("#0b6e4f", "o"), "collective": ("#f1a208", "^")}
+    # Until auto took selected rows, it was called by what it chose from.
+    named = {"auto": "auto" if any(case.endswith(": auto") for case in found) else "pull or push"}
     figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
     for axis, new in zip(axes, (4096, 512), strict=True):
         axis.axhline(1.0, color="black", linewidth=1, label="every page on every rank")
@@ -117,9 +119,16 @@ def draw_time_to_first_token() -> None:
                 for count in lengths:
                     case = f"{name}, {count} K + {new}"
                     base = found[f"{case}: replicated"]["median"]
-                    ratios.append(found[f"{case}: {way}"]["median"] / base)
+                    ratios.append(found[f"{case}: {named.get(way, way)}"]["median"] / base)
                 tokens = [count << 10 for count in lengths]
-                axis.plot(tokens, ratios, line, color=color, marker=marker, label=f"{way}, {name}")
+                axis.plot(
+                    tokens,
+                    ratios,
+                    line,
+                    color=color,
+                    marker=marker,
+                    label=f"{named.get(way, way)}, {name}",
+                )
         _over_tokens(axis, [1 << 13, 1 << 15, 1 << 17, 1 << 19], f"{new} new tokens")
     axes[0].set_ylabel("time to first token, replicated = 1")
     axes[0].set_yscale("log")

@@ -37,9 +37,10 @@ from cp_shared_kv.testing.rank_process import RankContext
 if TYPE_CHECKING:
     from cp_shared_kv.testing.rank_pool import RankPool
 
-PREFIX_TOKENS = (1 << 13, 1 << 15, 1 << 17, 1 << 19)
-NEW_TOKENS = (4096, 512)
-"""Of both ranks together: a long question, and a short one, which leaves least to hide behind."""
+PREFIX_TOKENS = (1 << 13, 1 << 15, 1 << 17, 1 << 19, 1 << 20)
+NEW_TOKENS = (4096, 512, 64)
+"""Of both ranks together: a long question, and short ones, which leave less to hide behind, and of
+which the last cannot select all of a long prefix."""
 FORMATS = ("bf16", "fp8_e4m3")
 ROUNDS = 5
 WARM_UPS = 1
@@ -47,9 +48,10 @@ SCRATCH_BYTES = 8 << 30
 FILLED_PAGES = 1 << 10
 GOAL = 1.03
 READS: dict[str, KVReader] = {
-    "pull or push": "pull_or_push",
+    "auto": "cheapest",
     "pull": "pull",
     "push": "push",
+    "sparse": "sparse",
     "collective": "collective",
 }
 
@@ -122,7 +124,7 @@ class _Way:
         self, model: Transformer, pools: RankPools, group: GpuGroup, kv_read: KVReader
     ) -> None:
         self._model, self._pools, self._group = model, pools, group
-        self._reads = make_reader(kv_read, pools, group, SCRATCH_BYTES)
+        self._reads = make_reader(kv_read, pools, group, SCRATCH_BYTES, index_topk=SHAPE.index_topk)
 
     @torch.inference_mode()
     def first_token(self, span: BatchSpan, token_ids: torch.Tensor) -> torch.Tensor:
@@ -135,6 +137,7 @@ class _Way:
             [span],
             "in-seq-split",
             scratch=self._reads.scratch,
+            sparse=self._reads.sparse,
             dtype=self._model.dtype,
         )
         hidden = self._model.forward(token_ids[kv.token_indices], kv.positions, kv)

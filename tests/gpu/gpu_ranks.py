@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -84,7 +85,7 @@ class Mode:
     def source(self, kind: PageKind, layer: int) -> torch.Tensor | None:
         """The pages in which the slots of the layer stored last are looked up, if all are there."""
         if self.sparse is not None:
-            return None
+            return None  # or only for some batches
         if self.layout.cp_size == 1:
             return self.pool.pages(kind, layer)
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
@@ -127,25 +128,33 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
     replicated = KVPool(
         spec, replicated_pages, PrivateBuffer(spec.pool_bytes(replicated_pages), device)
     )
-    pulled, pushed, either, gathered, by_row, in_blocks = (shared_pool() for _ in range(6))
+    pulled, pushed, either, gathered = (shared_pool() for _ in range(4))
     symmetric, symmetric_too = (
         PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device) for _ in range(2)
     )
     scratch, gather_scratch = (PoisonedScratch(SCRATCH_BYTES, device) for _ in range(2))
     push = PeerPushReader(context.rank, pushed, symmetric)
-    peer_reader.PUSH_FROM_BYTES = 4 * spec.latent.page_bytes  # between the prefixes of a story
+    # Between the prefixes of a story.
+    peer_reader.push_is_faster = lambda remote: remote >= 2 * spec.latent.page_bytes
     pull_or_push = PeerReader(
         PeerPullReader(context.rank, either),
         PeerPushReader(context.rank, either, symmetric_too),
     )
-    by_rows: dict[str, Mode] = {}
-    for name, pool, most_tokens in (("sparse", by_row, None), ("blocks", in_blocks, BLOCK_TOKENS)):
-        reader, its_scratch = (
-            PeerPullReader(context.rank, pool),
-            PoisonedScratch(SCRATCH_BYTES, device),
-        )
-        rows = SelectedRowsReader(reader, context.size, pool, its_scratch)
-        by_rows[name] = Mode(pool, layout, reader, its_scratch, SparseReads(rows, most_tokens))
+
+    def by_rows(most_tokens: int | None, some_whole: bool = False) -> Mode:
+        pool = shared_pool()
+        pull = PeerPullReader(context.rank, pool)
+        if not some_whole:
+            its_scratch = PoisonedScratch(SCRATCH_BYTES, device)
+            rows = SelectedRowsReader(pull, context.size, pool, its_scratch)
+            return Mode(pool, layout, pull, its_scratch, SparseReads(rows, most_tokens))
+        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device)
+        reader = PeerReader(pull, PeerPushReader(context.rank, pool, written_to))
+        rows = SelectedRowsReader(pull, context.size, pool, written_to)
+        turns = count()
+        chosen = SparseReads(rows, most_tokens, lambda _plan, _new: next(turns) % 3 > 0)
+        return Mode(pool, layout, reader, written_to, chosen)
+
     full_view = FullViewReader(nccl_of(context), gathered, gather_scratch)
     return {
         "replicated": Mode(
@@ -158,7 +167,9 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         "push": Mode(pushed, layout, push, symmetric),
         "pull or push": Mode(either, layout, pull_or_push, symmetric_too),
         "full view": Mode(gathered, layout, full_view, gather_scratch),
-        **by_rows,
+        "sparse": by_rows(None),
+        "blocks": by_rows(BLOCK_TOKENS),
+        "auto": by_rows(BLOCK_TOKENS, some_whole=True),
     }
 
 

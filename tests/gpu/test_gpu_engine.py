@@ -74,6 +74,9 @@ def bf16_checkpoint(directory: Path, shape: ModelShape) -> Path:
         ("wide", "auto", ("bf16", "fp8_scaled"), "sparse in blocks", "round-robin-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse", "round-robin-split"),
         ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "sparse in blocks", "in-seq-split"),
+        ("demo", "auto", ("fp32", "fp32"), "auto in blocks", "round-robin-split"),
+        ("wide", "auto", ("bf16", "fp8_scaled"), "auto in blocks", "in-seq-split"),
+        ("wide", "fp8_e4m3", ("fp8_ds_mla", "fp8_scaled"), "auto in blocks", "round-robin-split"),
     ],
 )
 def test_sharing_changes_no_bit_of_any_logit(
@@ -99,6 +102,7 @@ def test_sharing_changes_no_bit_of_any_logit(
         nsa_prefill_cp_mode=split,
         record_batches=shared,
         attention_ops="hopper" if model == "hopper" else "auto",
+        log_level="debug" if kv_read == "auto" else "info",
         **({"model_path": paths[model]} if model in paths else {}),
     )
     waves = load(f"{CPU_TESTS}:conversation")()
@@ -107,6 +111,9 @@ def test_sharing_changes_no_bit_of_any_logit(
             load(f"{CPU_TESTS}:send")(served, wave)
         replay_replicated(served.cluster, shared, replicated, on_progress=no_progress)
         (line,) = served.log_lines("KV page formats")
+        chosen = {line.split(": ")[1].split()[0] for line in served.log_lines("reads of ")}
+    if kv_read == "auto":  # so short prefixes are read whole, but for those that do not fit
+        assert chosen == ({"whole", "sparse"} if in_blocks else {"whole"})
     assert f"latent:{formats[0]} " in line
     assert f"index:{formats[1]} " in line
     found = compare_recordings(shared, replicated, 2)

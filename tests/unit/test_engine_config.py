@@ -142,6 +142,13 @@ def test_a_bound_for_what_is_read_in_blocks_needs_a_read_in_blocks(kv_read: str)
     assert "add --kv-read sparse" in message
 
 
+def test_auto_between_gpus_may_read_in_blocks() -> None:
+    config(**SHARED, device="cuda", kv_read="auto", kv_scratch_tokens=2048)
+    for kv_read in ("pull", "push", "collective"):
+        message = refusal(**SHARED, device="cuda", kv_read=kv_read, kv_scratch_tokens=2048)
+        assert "or auto between GPUs" in message
+
+
 def test_scratch_holds_at_least_one_piece() -> None:
     message = refusal(**SHARED, kv_read="sparse", kv_scratch_tokens=1023)
     assert "--kv-scratch-tokens is out of range: 1023; allowed: 1024 to" in message

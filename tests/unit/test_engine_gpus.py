@@ -40,7 +40,7 @@ def test_what_cannot_go_with_a_device_is_refused() -> None:
     ("device", "kv_read", "reader", "transport"),
     [
         ("cpu", "auto", "pull", "shared_memory"),
-        ("cuda", "auto", "pull_or_push", "cuda_ipc"),
+        ("cuda", "auto", "cheapest", "cuda_ipc"),
         ("cuda", "push", "push", "cuda_ipc"),
         ("cuda", "sparse", "sparse", "cuda_ipc"),
         ("cuda", "collective", "collective", "cuda_ipc"),
@@ -79,8 +79,10 @@ def test_rows_that_no_kernel_fetches_are_refused_before_the_start() -> None:
         latent=latent_format("fp8_ds_mla", kv_lora_rank=256, qk_rope_head_dim=64, page_size=64),
     )
     check_gpus(config(kv_read="pull"), spec, some_gpus(2))
-    with pytest.raises(ConfigError, match=r"one by one.*multiple of 16 bytes.*--kv-read auto"):
-        check_gpus(config(kv_read="sparse"), spec, some_gpus(2))
+    check_gpus(config(kv_read="auto"), spec, some_gpus(2))
+    for needs_rows in ({"kv_read": "sparse"}, {"kv_read": "auto", "kv_scratch_tokens": 1024}):
+        with pytest.raises(ConfigError, match=r"one by one.*multiple of 16 bytes.*whole pages"):
+            check_gpus(config(**needs_rows), spec, some_gpus(2))
 
 
 def test_gpus_that_do_not_suit_are_refused_with_what_to_do() -> None:

@@ -33,7 +33,9 @@ class FirstOfTwo(SoloGroup):
 def test_pages_and_selected_rows_are_counted_together() -> None:
     layout = CpSharedKVLayout(PAGE_SIZE, 2, 0)
     peers = [KVPool(SPEC, 4, PrivateBuffer(SPEC.pool_bytes(4))) for _ in range(2)]
-    reads = make_reader("sparse", RankPools(layout, peers[0], peers), FirstOfTwo(), 1 << 20)
+    reads = make_reader(
+        "sparse", RankPools(layout, peers[0], peers), FirstOfTwo(), 1 << 20, index_topk=4
+    )
     assert reads.bytes_read == 0
     pages = LogicalPages(np.arange(1, 5))
     plan = ReadPlan.build(layout, [BatchSpan(pages, 3 * PAGE_SIZE, 1)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -26,13 +27,13 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.forward_kv import ForwardKV, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
-from cp_shared_kv.reads.plan import BatchSpan
+from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
 
-Group = Literal["one rank", "replicated", "pull", "collective", "sparse"]
+Group = Literal["one rank", "replicated", "pull", "collective", "sparse", "auto on GPUs"]
 MODEL_CONTEXT = 4096
 MIB = 2**20
 
@@ -57,6 +58,8 @@ def config(group: Group = "pull", cp_size: int = 4, **changes: Any) -> EngineCon
         }
     if group in ("pull", "collective", "sparse"):
         values |= {"enable_nsa_prefill_cp_shared_kv": True, "kv_read": group}
+    if group == "auto on GPUs":
+        values |= {"enable_nsa_prefill_cp_shared_kv": True, "device": "cuda"}
     return EngineConfig(**(values | changes))
 
 
@@ -161,12 +164,24 @@ def take_scratch(
         "collective": FullViewReader(group, pool, scratch),
         "pull": PullReader(group, [pool] * limits.cp_size),
         "sparse": PullReader(group, [pool] * limits.cp_size),
+        "cheapest": PullReader(group, [pool] * limits.cp_size),
         "local": LocalReader(),
     }
     sparse = None
-    if engine_config.resolved_kv_read == "sparse":
-        rows = PullRowsReader([pool] * limits.cp_size, scratch)
-        sparse = SparseReads(rows, limits.kv_scratch_tokens)
+    if engine_config.resolved_kv_read in ("sparse", "cheapest"):
+        rows, most_tokens = (
+            PullRowsReader([pool] * limits.cp_size, scratch),
+            limits.kv_scratch_tokens,
+        )
+        sparse = SparseReads(rows, most_tokens)
+        if engine_config.resolved_kv_read == "cheapest":
+            assert most_tokens is not None
+            turns = count()  # any choice that a batch leaves
+
+            def chosen(plan: ReadPlan, _new_tokens: int) -> bool:
+                return len(plan.logical_pages) > most_tokens // 64 or next(turns) % 2 == 1
+
+            sparse = SparseReads(rows, most_tokens, chosen)
     for spans in batches:
         ForwardKV.build(
             pool,
@@ -187,7 +202,7 @@ def span(first_page: int, prefix_tokens: int, new_tokens: int, page_size: int = 
     return BatchSpan(LogicalPages(logical_pages), prefix_tokens, new_tokens)
 
 
-@pytest.mark.parametrize("group", ["replicated", "pull", "collective", "sparse"])
+@pytest.mark.parametrize("group", ["replicated", "pull", "collective", "sparse", "auto on GPUs"])
 @pytest.mark.parametrize("split", ["in-seq-split", "round-robin-split"])
 def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(group: Group, split: str) -> None:
     chosen = config(
@@ -200,7 +215,8 @@ def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(group: Group, 
     one_token_each = [span(1 + i, 0, 1) for i in range(60)]
     whole_chunk = [span(1, 0, 300)]
     longest_prefix = [span(1, 4095 - 300, 300)]
-    scratch = take_scratch(chosen, limits, [one_token_each, whole_chunk, longest_prefix])
+    batches = [one_token_each, whole_chunk, longest_prefix]
+    scratch = take_scratch(chosen, limits, batches + batches)
     assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
 
 
@@ -229,6 +245,29 @@ def test_sparse_reads_take_any_batch_within_their_limit(kv_scratch_tokens: int |
     long_prefixes = [span(1 + 64 * i, 4032 + 63, 1) for i in range(20)]
     scratch = take_scratch(chosen, limits, [[span(1, 0, 64)], long_prefixes])
     assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
+
+
+@pytest.mark.parametrize("kv_scratch_tokens", [None, 1024])
+def test_auto_on_gpus_has_scratch_for_whole_prefixes_and_for_rows(
+    kv_scratch_tokens: int | None,
+) -> None:
+    chosen = config(
+        "auto on GPUs",
+        max_total_tokens=25600,
+        chunked_prefill_size=64,
+        kv_scratch_tokens=kv_scratch_tokens,
+    )
+    limits = limits_of(chosen)
+    at_once = 4096 if kv_scratch_tokens is None else 1024
+    assert limits.kv_scratch_tokens == at_once
+    # Without the flag it may have to go by collective, which reads whole prefixes.
+    pages = 2 * 4096 // 64 if kv_scratch_tokens is None else limits.capacity.logical_pages
+    assert limits.max_prefix_pages == pages
+    whole = [span(1, at_once - 64, 64)]
+    long_prefixes = [span(1 + 64 * i, 4032 + 63, 1) for i in range(min(20, pages // 64))]
+    for batches in ([whole, whole, long_prefixes], [long_prefixes, whole, whole]):
+        scratch = take_scratch(chosen, limits, batches)
+        assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
 
 
 def test_what_scratch_does_not_take_the_pool_has() -> None:

@@ -16,8 +16,8 @@ from cp_shared_kv.memory.buffers import PrivateBuffer
 from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.peer_pull import PeerPullReader
-from cp_shared_kv.reads.peer_reader import PUSH_FROM_BYTES, PeerReader
-from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
+from cp_shared_kv.reads.peer_reader import PeerReader
+from cp_shared_kv.reads.plan import BatchSpan, PagesByOwner, ReadPlan
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 from cp_shared_kv.testing.gpu import missing_for_gpus
@@ -78,15 +78,25 @@ class Way:
 def test_long_prefixes_are_pushed_and_short_ones_pulled() -> None:
     pull, push = Way(), Way()
     reader = PeerReader(cast(Any, pull), cast(Any, push))
-    page_bytes = PUSH_FROM_BYTES // 8
+    page_bytes = 3 << 20  # half of a prefix is remote, and from 12.4 MB of it a push is faster
     scratch = torch.empty(0, page_bytes, dtype=torch.uint8)
-    for pages in (0, 1, 7, 8, 30):
+    for pages in (0, 1, 6, 8, 30):
         plan = make_plan(pages)
         reader.begin(plan)
         reader.read("latent", 0, plan, scratch)
-    assert pull.read_pages == [0, 1, 7]
+    assert pull.read_pages == [0, 1, 6]
     assert push.read_pages == [8, 30]
     assert pull.begun == push.begun == 5
+
+
+def test_a_part_of_a_long_prefix_is_pulled() -> None:
+    pull, push = Way(), Way()
+    reader = PeerReader(cast(Any, pull), cast(Any, push))
+    plan = make_plan(30)
+    part = PagesByOwner.of(CpSharedKVLayout(PAGE_SIZE, 2, 0), plan.logical_pages[5:25])
+    reader.begin(plan)
+    reader.read("index", 0, part, torch.empty(0, 3 << 20, dtype=torch.uint8))
+    assert (pull.read_pages, push.read_pages) == ([20], [])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -27,7 +27,7 @@ def prefix_scratch_bytes(config: EngineConfig, sizes: PoolSizes, prefix_pages: i
         case "sparse":  # all of one layer may be selected, and nothing is read ahead
             layers, prefix_pages = 1, pages_at_once(config, prefix_pages)
         case _:
-            layers = SCRATCH_LAYERS
+            layers, prefix_pages = SCRATCH_LAYERS, pages_at_once(config, prefix_pages)
     return layers * prefix_pages * sizes.layer_page_bytes
 
 
@@ -54,7 +54,10 @@ def chunk_scratch_bytes(config: EngineConfig, sizes: PoolSizes) -> int:
         return gathered
     largest_page = max(sizes.latent_page_bytes, sizes.index_page_bytes)
     rounds = PAGES_PER_ROUND * ranks * largest_page
-    return gathered + chunk_pages * sizes.layer_page_bytes + rounds
+    staged = chunk_pages * sizes.layer_page_bytes
+    if config.resolved_kv_read == "cheapest":  # after whole prefixes, and after selected rows
+        staged += chunk_pages * sizes.latent_page_bytes
+    return gathered + staged + rounds
 
 
 def longest_prefix_pages(config: EngineConfig, capacity: KVCapacity, context_length: int) -> int:

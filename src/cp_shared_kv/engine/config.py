@@ -19,8 +19,10 @@ from cp_shared_kv.transfer.transports import TransferBackend
 
 Device = Literal["cpu", "cuda"]
 KVRead = Literal["auto", "pull", "push", "collective", "sparse"]
-KVReader = Literal["pull", "push", "pull_or_push", "collective", "sparse", "local"]
-"""The read paths that there are; `pull_or_push` takes for each batch what is faster."""
+KVReader = Literal["pull", "push", "collective", "sparse", "cheapest", "local"]
+"""The read paths that there are; `cheapest` takes pull, push or sparse for each batch."""
+READ_IN_BLOCKS: tuple[KVReader, ...] = ("sparse", "cheapest")
+"""Those that need no scratch for a whole prefix."""
 KVTransportName = TransferBackend | Literal["cuda_ipc"]
 Dtype = Literal["auto", "float32", "bfloat16"]
 RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
@@ -123,11 +125,12 @@ class EngineConfig:
     """How a rank reads pages it does not own: one-sided pull out of its peers' memory, push by
     their owners (GPUs only), a collective gather of bytes, or sparse: a pull of index K in blocks,
     and of latent KV the rows alone that a rank's tokens have selected; auto is pull, and on GPUs
-    whichever of pull and push is faster for a batch."""
+    whichever of pull, push and sparse is estimated to be fastest for a batch."""
 
     kv_scratch_tokens: int | None = None
-    """Prefix tokens of one layer that a rank's scratch holds at once, with --kv-read sparse; by
-    default the longest prefix. Longer ones are read in blocks, with the same answers."""
+    """Prefix tokens of one layer that a rank's scratch holds at once, with --kv-read sparse or, on
+    GPUs, auto; by default the longest prefix. Longer ones are read in blocks, with the same
+    answers."""
 
     disaggregation_transfer_backend: TransferBackend = "shared_memory"
     """What carries KV pages from prefill to decode: copies into mapped memory, of the host or of
@@ -199,7 +202,7 @@ class EngineConfig:
         if not self.shares_kv or self.cp_size == 1:
             return "local"
         if self.kv_read == "auto":
-            return "pull_or_push" if self.device == "cuda" else "pull"
+            return "cheapest" if self.device == "cuda" else "pull"
         return self.kv_read
 
     @property
@@ -322,11 +325,11 @@ class EngineConfig:
                 value=f"--device {self.device}",
                 change="add --device cuda, or use --kv-read auto",
             )
-        if self.kv_scratch_tokens is not None and self.kv_read != "sparse":
+        if self.kv_scratch_tokens is not None and self.resolved_kv_read not in READ_IN_BLOCKS:
             raise ConfigError(
                 "--kv-scratch-tokens bounds what is read in blocks, and whole prefixes are read",
                 value=f"--kv-read {self.kv_read}",
-                allowed="--kv-read sparse",
+                allowed="--kv-read sparse, or auto between GPUs",
                 change="add --kv-read sparse or drop --kv-scratch-tokens",
             )
         if self.record_batches is not None and self.prefill_groups + self.decode_workers > 2:

@@ -80,7 +80,7 @@ def check_gpus(config: EngineConfig, spec: KVPoolSpec, gpus: list[GPU]) -> None:
             change="hide it with CUDA_VISIBLE_DEVICES",
         )
     check_kernels(spec)
-    if config.resolved_kv_read == "sparse":
+    if config.resolved_kv_read == "sparse" or config.kv_scratch_tokens is not None:
         check_rows(spec.latent)
     for kind in PAGE_KINDS:
         if spec.layers(kind) and spec.page_bytes(kind) % ALIGNMENT_BYTES:

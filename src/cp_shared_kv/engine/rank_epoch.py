@@ -73,6 +73,8 @@ class RankEpoch:
             group,
             configure.scratch_limit_bytes,
             spec.limits.kv_scratch_tokens,
+            index_topk=model.config.index_topk,
+            in_blocks=spec.engine_config().kv_scratch_tokens is not None,
         )
         record = configure.record
         self._runner = ModelRunner(

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 from cp_shared_kv.engine.config import KVReader
 from cp_shared_kv.engine.rank_pools import RankPools
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
+from cp_shared_kv.reads.cheaper_read import CheaperRead
 from cp_shared_kv.reads.forward_kv import SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import CPGroup, GpuGroup
@@ -17,7 +19,7 @@ from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
 from cp_shared_kv.reads.scratch import Scratch
-from cp_shared_kv.reads.selected_rows import SelectedRowsReader
+from cp_shared_kv.reads.selected_rows import SelectedRowsReader, fetches_rows
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
 
 
@@ -45,12 +47,16 @@ def make_reader(
     group: CPGroup,
     scratch_limit_bytes: int,
     most_tokens: int | None = None,
+    *,
+    index_topk: int,
+    in_blocks: bool = False,
 ) -> KVReads:
     """The reads of one rank. Any rank, same choice.
 
-    `most_tokens` of a prefix are held at once by sparse reads, any number if None. ConfigError for
-    pull, push or sparse between GPUs that cannot map each other; what is left to choose goes by
-    collective there.
+    `most_tokens` of a prefix are held at once where selected rows are read, any number if None;
+    `in_blocks` if longer ones are to come. `index_topk`: rows that a token selects. ConfigError
+    for pull, push, sparse or blocks between GPUs that cannot map each other; what is left to choose
+    goes by collective there.
     """
     pool, device = pools.pool, pools.pool.buffer.tensor.device
     if device.type == "cpu":
@@ -63,15 +69,27 @@ def make_reader(
         if kv_read == "collective":
             return KVReads(FullViewReader(group, pool, scratch), scratch)
         return KVReads(LocalReader(), scratch)
-    if kv_read == "pull_or_push" and not isinstance(pool.buffer, SymmetricBuffer):
+    if kv_read == "cheapest" and not isinstance(pool.buffer, SymmetricBuffer):
+        if in_blocks:
+            raise ConfigError(
+                "--kv-scratch-tokens on GPUs that cannot read each other's memory",
+                value=most_tokens,
+                change="drop it: whole prefixes go by collective here",
+            )
         kv_read = "collective"
-    if kv_read in ("push", "pull_or_push"):
+    if kv_read in ("push", "cheapest"):
         assert isinstance(group, GpuGroup), "a rank on a GPU has the group for it"
         written_to = SymmetricScratch(scratch_limit_bytes, group.host_process_group, device)
         push = PeerPushReader(group.cp_rank, pool, written_to)
         if kv_read == "push":
             return KVReads(push, written_to)
-        return KVReads(PeerReader(PeerPullReader(group.cp_rank, pool), push), written_to)
+        pull = PeerPullReader(group.cp_rank, pool)
+        whole = PeerReader(pull, push)
+        if not fetches_rows(pool.spec.latent):
+            return KVReads(whole, written_to)
+        row_reader = SelectedRowsReader(pull, group.cp_size, pool, written_to)
+        chosen = CheaperRead(pool.spec, index_topk, most_tokens).is_sparse
+        return KVReads(whole, written_to, SparseReads(row_reader, most_tokens, chosen))
     scratch = Scratch(scratch_limit_bytes, device)
     if kv_read == "pull":
         return KVReads(PeerPullReader(group.cp_rank, pool), scratch)

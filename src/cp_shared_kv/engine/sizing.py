@@ -16,7 +16,7 @@ from cp_shared_kv.engine.budget import (
     prefix_scratch_bytes,
     sharers,
 )
-from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config import READ_IN_BLOCKS, EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.errors import CapacityError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
@@ -75,9 +75,10 @@ def resolve_limits(
     longest_pages = longest_prefix_pages(config, capacity, context_length)
     max_prefix_pages = capacity.logical_pages
     kv_scratch_tokens = None
-    if config.resolved_kv_read == "sparse":  # any batch can be read in blocks
+    if config.resolved_kv_read in READ_IN_BLOCKS:
         kv_scratch_tokens = pages_at_once(config, longest_pages) * page_size
-    elif config.resolved_kv_read != "local":
+    in_blocks = config.resolved_kv_read == "sparse" or config.kv_scratch_tokens is not None
+    if config.resolved_kv_read != "local" and not in_blocks:  # which any batch can be read in
         max_prefix_pages = min(max_prefix_pages, SCRATCH_LAYERS * longest_pages)
     limits = EngineLimits(
         page_size=page_size,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -86,6 +86,13 @@ class SparseReads:
     rows: RowReader
     most_tokens: int | None = None
     """Prefix tokens of one layer that scratch holds at once; None for any number."""
+    chosen: Callable[[ReadPlan, int], bool] | None = None
+    """Of a batch's plan and the most new tokens of a rank, whether it is read so; the same on all
+    ranks. None for every batch."""
+
+    def reads(self, plan: ReadPlan, shares: Sequence[npt.NDArray[np.int64]]) -> bool:
+        """Whether a batch is read so, with these new tokens for each rank."""
+        return self.chosen is None or self.chosen(plan, max(map(len, shares)))
 
 
 class ForwardKV:
@@ -140,18 +147,21 @@ class ForwardKV:
 
         A layout of cp_size 1 in a larger group is the replicated pool: every rank stores all
         pages and only the computing is split. `dtype` is what reads are decoded to. `reader` brings
-        whole pages: of both kinds, or with `sparse` of index K alone. Raises, on every rank alike,
-        LayoutError for a batch that contradicts itself and CapacityError past the scratch limit.
+        whole pages: of both kinds, or of index K alone in batches that `sparse` reads. Raises, on
+        every rank alike, LayoutError for a batch that contradicts itself and CapacityError past the
+        scratch limit.
         What was built before on the same scratch is no longer usable.
         """
         _check(pool, layout, group)
         spec, device = pool.spec, pool.buffer.tensor.device
         host_plan = ReadPlan.build(layout, requests)
+        shares = split_tokens(split, [r.new_len for r in requests], group.cp_size)
+        if sparse is not None and not (host_plan.in_place or sparse.reads(host_plan, shares)):
+            sparse = None
         most_tokens = None if sparse is None else sparse.most_tokens
         most_pages = None if most_tokens is None else most_tokens // layout.page_size
         index_plan = IndexPlan.build(layout, requests, host_plan, most_pages).to(device)
         plan = host_plan.to(device)
-        shares = split_tokens(split, [r.new_len for r in requests], group.cp_size)
         row_bytes = spec.latent.row_bytes + (spec.index.row_bytes if spec.index_layers else 0)
         exchange = ChunkExchange(group, shares, row_bytes, scratch)
         if sparse is None or plan.in_place:

@@ -71,6 +71,12 @@ class PagesByOwner:
         """The most pages that any one rank owns of those to copy."""
         return max(self.owner_pages(rank) for rank in range(len(self.owner_starts) - 1))
 
+    @property
+    def most_remote_pages(self) -> int:
+        """The most of the pages to copy that any one rank has to get from others."""
+        own = (self.owner_pages(rank) for rank in range(len(self.owner_starts) - 1))
+        return len(self.logical_pages) - min(own)
+
     def owner_pages(self, rank: int) -> int:
         """How many of the pages to copy that rank owns."""
         return self.owner_starts[rank + 1] - self.owner_starts[rank]
@@ -145,9 +151,13 @@ class ReadPlan(PagesByOwner):
             request_slots=tuple(torch.from_numpy(r_slots) for r_slots in slots),
         )
 
+    def is_whole(self, pages: PagesByOwner) -> bool:
+        """Whether these are all pages of the plan, maybe in another device's memory."""
+        return pages.logical_pages is self.logical_pages
+
     def check_is_whole(self, pages: PagesByOwner) -> None:
         """For a reader that cannot copy a part of a plan: InvariantError for other pages."""
-        if pages.logical_pages is not self.logical_pages:
+        if not self.is_whole(pages):
             raise InvariantError(
                 "pages to read at once",
                 value=f"{len(pages.logical_pages)} pages",

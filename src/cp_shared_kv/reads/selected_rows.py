@@ -31,7 +31,7 @@ def check_rows(latent: LatentFormat) -> None:
             "rows of latent KV that are read one by one",
             value=f"sections of {latent.sections} bytes",
             allowed=f"one section of a multiple of {ALIGNMENT_BYTES} bytes",
-            change="read whole pages with this page format: --kv-read auto",
+            change="read whole pages with this page format: --kv-read auto, no --kv-scratch-tokens",
         )
 
 
