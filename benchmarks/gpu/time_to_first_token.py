@@ -138,6 +138,7 @@ class _Way:
             "in-seq-split",
             scratch=self._reads.scratch,
             sparse=self._reads.sparse,
+            ahead=self._reads.ahead,
             dtype=self._model.dtype,
         )
         hidden = self._model.forward(token_ids[kv.token_indices], kv.positions, kv)

@@ -30,6 +30,7 @@ from cp_shared_kv.reads.peer_push import PeerPushReader
 from cp_shared_kv.reads.peer_reader import PeerReader
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
+from cp_shared_kv.reads.read_ahead import ReadAhead, StreamLane
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
@@ -78,14 +79,20 @@ class Mode:
         reader: PrefixReader,
         scratch: PoisonedScratch,
         sparse: SparseReads | None = None,
+        ahead: ReadAhead | None = None,
     ) -> None:
         self.pool, self.layout, self.reader, self.scratch = pool, layout, reader, scratch
-        self.sparse = sparse
+        self.sparse, self.ahead = sparse, ahead
+
+    @property
+    def as_a_model(self) -> bool:
+        """Whether it is looked at as a model does, instead of at scratch."""
+        return self.sparse is not None or self.ahead is not None
 
     def source(self, kind: PageKind, layer: int) -> torch.Tensor | None:
         """The pages in which the slots of the layer stored last are looked up, if all are there."""
-        if self.sparse is not None:
-            return None  # or only for some batches
+        if self.as_a_model:
+            return None
         if self.layout.cp_size == 1:
             return self.pool.pages(kind, layer)
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
@@ -147,13 +154,21 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         if not some_whole:
             its_scratch = PoisonedScratch(SCRATCH_BYTES, device)
             rows = SelectedRowsReader(pull, context.size, pool, its_scratch)
-            return Mode(pool, layout, pull, its_scratch, SparseReads(rows, most_tokens))
+            ahead, sparse = ReadAhead(StreamLane(device)), SparseReads(rows, most_tokens)
+            return Mode(pool, layout, pull, its_scratch, sparse, ahead)
         written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device)
         reader = PeerReader(pull, PeerPushReader(context.rank, pool, written_to))
         rows = SelectedRowsReader(pull, context.size, pool, written_to)
         turns = count()
         chosen = SparseReads(rows, most_tokens, lambda _plan, _new: next(turns) % 3 > 0)
-        return Mode(pool, layout, reader, written_to, chosen)
+        return Mode(pool, layout, reader, written_to, chosen, ReadAhead(StreamLane(device)))
+
+    def a_layer_ahead(pushes: bool) -> Mode:
+        pool, lane = shared_pool(), StreamLane(device)
+        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device)
+        push = PeerPushReader(context.rank, pool, written_to)
+        reader = push if pushes else PeerPullReader(context.rank, pool)
+        return Mode(pool, layout, reader, written_to, ahead=ReadAhead(lane))
 
     full_view = FullViewReader(nccl_of(context), gathered, gather_scratch)
     return {
@@ -167,6 +182,8 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         "push": Mode(pushed, layout, push, symmetric),
         "pull or push": Mode(either, layout, pull_or_push, symmetric_too),
         "full view": Mode(gathered, layout, full_view, gather_scratch),
+        "pull ahead": a_layer_ahead(pushes=False),
+        "push ahead": a_layer_ahead(pushes=True),
         "sparse": by_rows(None),
         "blocks": by_rows(BLOCK_TOKENS),
         "auto": by_rows(BLOCK_TOKENS, some_whole=True),
@@ -211,7 +228,7 @@ def check_story(
             kvs = {
                 name: ForwardKV.build(
                     mode.pool, mode.layout, nccl_of(context), mode.reader, spans, split,
-                    scratch=mode.scratch, sparse=mode.sparse,
+                    scratch=mode.scratch, sparse=mode.sparse, ahead=mode.ahead,
                 )
                 for name, mode in modes.items()
             }  # fmt: skip
@@ -242,7 +259,7 @@ def check_story(
                         if pages is not None:
                             held = spec.format(kind).gather_rows(pages, request.slots)
                             seen.append((f"{name} {kind}", held, truth[kind, layer][places]))
-                if modes[name].sparse is not None:
+                if modes[name].as_a_model:
                     of_layer = {kind: truth[kind, layer] for kind in rows}
                     for where, got, expected in as_a_model(kv, spec, layer, token_locs, of_layer):
                         seen.append((f"{name} {where}", got, expected))
@@ -284,8 +301,7 @@ def as_a_model(
     token_locs: list[torch.Tensor],
     truth: dict[PageKind, torch.Tensor],
 ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-    """Index K piece by piece, and of latent KV all slots as if tokens had selected them, for some
-    tokens after the other: what comes, and what should."""
+    """Index K piece by piece, and all latent KV as if tokens had selected it: got, and expected."""
     if "index" in truth:
         seen = [0] * len(token_locs)
         for piece in kv.index_pieces(layer):

@@ -41,6 +41,7 @@ def test_every_read_gives_the_bytes_once_written(
         assert result["selected"] > 500
         pages = result["pages"]
         assert pages["pull"] == pages["push"] == pages["pull or push"] == pages["full view"] > 0
+        assert pages["pull ahead"] == pages["push ahead"] == pages["pull"]
 
 
 def test_a_rank_that_lags_behind_on_its_gpu_is_waited_for(gpu_ranks: RankPool) -> None:

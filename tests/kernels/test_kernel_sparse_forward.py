@@ -24,8 +24,10 @@ from cp_shared_kv.reads.plan import BatchSpan
 from cp_shared_kv.reads.prefix_reader import PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
+from cp_shared_kv.reads.read_ahead import ReadAhead
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
+from cp_shared_kv.testing.lanes import LateLane
 
 PAGE_SIZE, PHYSICAL_PAGES, PIECE = 16, 9, 16
 LATENT, ROPE, INDEX = 512, 64, 128
@@ -118,7 +120,7 @@ def test_keys_and_rows_are_those_of_the_readers_over_shared_memory(
         ):
             return ForwardKV.build(
                 pool, layout, group, reader, spans, "in-seq-split",
-                scratch=its_scratch, sparse=sparse,
+                scratch=its_scratch, sparse=sparse, ahead=ReadAhead(LateLane()),
             )  # fmt: skip
 
     got = build(own, pull, scratch, SparseReads(by_kernel, most_tokens))

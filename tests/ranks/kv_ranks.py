@@ -27,8 +27,10 @@ from cp_shared_kv.reads.group import CPGroup
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
+from cp_shared_kv.reads.read_ahead import ReadAhead
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.testing.bitwise import assert_bitwise_equal, first_difference
+from cp_shared_kv.testing.lanes import EagerLane, LateLane
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF  # as fp32 a NaN, as an index far outside
@@ -79,12 +81,13 @@ class Mode:
     reader: PrefixReader
     scratch: PoisonedScratch
     sparse: SparseReads | None = None
+    ahead: ReadAhead | None = None
 
     def source(self, kind: PageKind, layer: int) -> torch.Tensor | None:
         """The pages in which the slots of the layer stored last are looked up, if there are any."""
         if self.layout.cp_size == 1:
             return self.pool.pages(kind, layer)
-        if self.sparse is not None:
+        if self.sparse is not None or self.ahead is not None:
             return None
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
 
@@ -154,6 +157,15 @@ def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
         scratch = PoisonedScratch(1 << 24)
         own = pools[group.cp_rank]
         modes["pull"] = Mode(own, layout, PullReader(group, pools), scratch)
+        for name, lane in (("early", EagerLane()), ("late", LateLane())):
+            modes[name] = Mode(
+                own,
+                layout,
+                PullReader(group, pools),
+                PoisonedScratch(1 << 24),
+                None,
+                ReadAhead(lane),
+            )
         # All modes write the same bytes, so those of one pool can be read in several ways.
         for name, most_tokens in (("sparse", None), ("blocks", BLOCK_PIECE + 2 * shape.page_size)):
             scratch = PoisonedScratch(1 << 24)
@@ -352,6 +364,7 @@ class Run:
                 self.shape.split,
                 scratch=mode.scratch,
                 sparse=mode.sparse,
+                ahead=mode.ahead,
             )
 
     def dawdle(self) -> None:

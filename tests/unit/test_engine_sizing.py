@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cp_shared_kv.engine import sizing
+from cp_shared_kv.engine.budget import reads_ahead
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.sizing import MEMORY_SHARE, check_shared_memory, resolve_limits
@@ -31,7 +32,9 @@ from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
+from cp_shared_kv.reads.read_ahead import ReadAhead
 from cp_shared_kv.reads.scratch import Scratch
+from cp_shared_kv.testing.lanes import EagerLane
 
 Group = Literal["one rank", "replicated", "pull", "collective", "sparse", "auto on GPUs"]
 MODEL_CONTEXT = 4096
@@ -167,7 +170,10 @@ def take_scratch(
         "cheapest": PullReader(group, [pool] * limits.cp_size),
         "local": LocalReader(),
     }
-    sparse = None
+    sparse, ahead = None, None
+    if reads_ahead(engine_config):
+        assert limits.kv_scratch_tokens is not None
+        ahead = ReadAhead(EagerLane(), limits.kv_scratch_tokens // limits.page_size)
     if engine_config.resolved_kv_read in ("sparse", "cheapest"):
         rows, most_tokens = (
             PullRowsReader([pool] * limits.cp_size, scratch),
@@ -192,6 +198,7 @@ def take_scratch(
             engine_config.nsa_prefill_cp_mode,
             scratch=scratch,
             sparse=sparse,
+            ahead=ahead,
         )
     return scratch
 
@@ -202,11 +209,20 @@ def span(first_page: int, prefix_tokens: int, new_tokens: int, page_size: int = 
     return BatchSpan(LogicalPages(logical_pages), prefix_tokens, new_tokens)
 
 
-@pytest.mark.parametrize("group", ["replicated", "pull", "collective", "sparse", "auto on GPUs"])
+@pytest.mark.parametrize(
+    ("group", "device"),
+    [
+        *((group, "cpu") for group in ("replicated", "pull", "collective", "sparse")),
+        *((group, "cuda") for group in ("auto on GPUs", "pull", "collective", "sparse")),
+    ],
+)
 @pytest.mark.parametrize("split", ["in-seq-split", "round-robin-split"])
-def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(group: Group, split: str) -> None:
+def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(
+    group: Group, device: str, split: str
+) -> None:
     chosen = config(
         group,
+        device=device,
         max_total_tokens=1024 if group != "replicated" else 4096,
         chunked_prefill_size=300,
         nsa_prefill_cp_mode=split,
@@ -220,21 +236,29 @@ def test_the_scratch_limit_holds_the_longest_prefix_and_any_chunk(group: Group, 
     assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("group", ["pull", "collective"])
-def test_as_many_prefix_pages_as_the_limit_says_fit_scratch(group: Group) -> None:
-    chosen = config(group, max_total_tokens=6400, chunked_prefill_size=64, context_length=640)
+def test_as_many_prefix_pages_as_the_limit_says_fit_scratch(group: Group, device: str) -> None:
+    chosen = config(
+        group, device=device, max_total_tokens=6400, chunked_prefill_size=64, context_length=640
+    )
     limits = limits_of(chosen)
     assert limits.max_prefix_pages == 20  # of 400: two of the longest prefixes
     long_prefixes = [span(1 + 10 * i, 639, 1) for i in range(40)]
     take_scratch(chosen, limits, [[span(1, 0, 64)], long_prefixes[:2]])
+    take_scratch(chosen, limits, [long_prefixes[:1], long_prefixes[:2], long_prefixes[:1]])
     with pytest.raises(CapacityError, match="scratch for"):
         take_scratch(chosen, limits, [long_prefixes])  # so nobody may build such a batch
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("kv_scratch_tokens", [None, 1024, 1100])
-def test_sparse_reads_take_any_batch_within_their_limit(kv_scratch_tokens: int | None) -> None:
+def test_sparse_reads_take_any_batch_within_their_limit(
+    kv_scratch_tokens: int | None, device: str
+) -> None:
     chosen = config(
         "sparse",
+        device=device,
         max_total_tokens=25600,
         chunked_prefill_size=64,
         kv_scratch_tokens=kv_scratch_tokens,
@@ -243,7 +267,8 @@ def test_sparse_reads_take_any_batch_within_their_limit(kv_scratch_tokens: int |
     assert limits.kv_scratch_tokens == {None: 4096, 1024: 1024, 1100: 1088}[kv_scratch_tokens]
     assert limits.max_prefix_pages == limits.capacity.logical_pages
     long_prefixes = [span(1 + 64 * i, 4032 + 63, 1) for i in range(20)]
-    scratch = take_scratch(chosen, limits, [[span(1, 0, 64)], long_prefixes])
+    fitting = [span(1, limits.kv_scratch_tokens - 64, 64)]
+    scratch = take_scratch(chosen, limits, [[span(1, 0, 64)], fitting, long_prefixes, fitting])
     assert 0 < scratch.bytes_in_use <= limits.scratch_limit_bytes
 
 

@@ -24,11 +24,19 @@ def prefix_scratch_bytes(config: EngineConfig, sizes: PoolSizes, prefix_pages: i
     match config.resolved_kv_read:
         case "local":
             layers = 0
-        case "sparse":  # all of one layer may be selected, and nothing is read ahead
+        case "sparse":  # all of one layer may be selected, and none of it is known ahead
             layers, prefix_pages = 1, pages_at_once(config, prefix_pages)
         case _:
             layers, prefix_pages = SCRATCH_LAYERS, pages_at_once(config, prefix_pages)
-    return layers * prefix_pages * sizes.layer_page_bytes
+    page_bytes = layers * sizes.layer_page_bytes
+    if layers == 1 and reads_ahead(config):
+        page_bytes += sizes.index_page_bytes
+    return prefix_pages * page_bytes
+
+
+def reads_ahead(config: EngineConfig) -> bool:
+    """Whether a rank reads pages of the next layer while it computes one."""
+    return config.device == "cuda" and config.resolved_kv_read not in ("local", "collective")
 
 
 def pages_at_once(config: EngineConfig, prefix_pages: int) -> int:
@@ -54,10 +62,8 @@ def chunk_scratch_bytes(config: EngineConfig, sizes: PoolSizes) -> int:
         return gathered
     largest_page = max(sizes.latent_page_bytes, sizes.index_page_bytes)
     rounds = PAGES_PER_ROUND * ranks * largest_page
-    staged = chunk_pages * sizes.layer_page_bytes
-    if config.resolved_kv_read == "cheapest":  # after whole prefixes, and after selected rows
-        staged += chunk_pages * sizes.latent_page_bytes
-    return gathered + staged + rounds
+    staged = SCRATCH_LAYERS if reads_ahead(config) else 1
+    return gathered + staged * chunk_pages * sizes.layer_page_bytes + rounds
 
 
 def longest_prefix_pages(config: EngineConfig, capacity: KVCapacity, context_length: int) -> int:

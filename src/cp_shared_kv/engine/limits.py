@@ -27,7 +27,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_prefix_pages: Tokens
     """Most prefix pages of one batch, each counted once, that scratch holds."""
     kv_scratch_tokens: Tokens | None = None
-    """Prefix tokens of one layer that scratch holds where they are read in blocks."""
+    """Prefix tokens of one layer that scratch holds where they may be read in blocks; where GPUs
+    read a layer ahead, of two layers."""
     pool_bytes_per_rank: Size
     decode_pool_bytes: Size
 

@@ -61,6 +61,7 @@ class ModelRunner:
             self._split,
             scratch=self._reads.scratch,
             sparse=self._reads.sparse,
+            ahead=self._reads.ahead,
             dtype=self._transformer.dtype,
         )
         mine = kv.token_indices.numpy()

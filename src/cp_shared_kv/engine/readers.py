@@ -18,6 +18,7 @@ from cp_shared_kv.reads.peer_reader import PeerReader
 from cp_shared_kv.reads.prefix_reader import LocalReader, PrefixReader
 from cp_shared_kv.reads.pull import PullReader
 from cp_shared_kv.reads.pull_rows import PullRowsReader
+from cp_shared_kv.reads.read_ahead import ReadAhead, StreamLane
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader, fetches_rows
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
@@ -29,6 +30,7 @@ class KVReads(NamedTuple):
     reader: PrefixReader
     scratch: Scratch
     sparse: SparseReads | None = None
+    ahead: ReadAhead | None = None
 
     @property
     def bytes_read(self) -> int:
@@ -53,10 +55,10 @@ def make_reader(
 ) -> KVReads:
     """The reads of one rank. Any rank, same choice.
 
-    `most_tokens` of a prefix are held at once where selected rows are read, any number if None;
-    `in_blocks` if longer ones are to come. `index_topk`: rows that a token selects. ConfigError
-    for pull, push, sparse or blocks between GPUs that cannot map each other; what is left to choose
-    goes by collective there.
+    `most_tokens` of a prefix are held at once where selected rows are read, and two layers of them
+    where GPUs read ahead; any number if None. `in_blocks` if longer ones are to come. `index_topk`:
+    rows that a token selects. ConfigError for pull, push, sparse or blocks between GPUs that cannot
+    map each other; what is left to choose goes by collective there.
     """
     pool, device = pools.pool, pools.pool.buffer.tensor.device
     if device.type == "cpu":
@@ -77,26 +79,28 @@ def make_reader(
                 change="drop it: whole prefixes go by collective here",
             )
         kv_read = "collective"
+    if kv_read == "local":
+        return KVReads(LocalReader(), Scratch(scratch_limit_bytes, device))
+    if kv_read == "collective":
+        scratch = Scratch(scratch_limit_bytes, device)
+        return KVReads(FullViewReader(group, pool, scratch), scratch)
+    most_pages = None if most_tokens is None else most_tokens // pool.spec.page_size
+    ahead = ReadAhead(StreamLane(device), most_pages)
     if kv_read in ("push", "cheapest"):
         assert isinstance(group, GpuGroup), "a rank on a GPU has the group for it"
         written_to = SymmetricScratch(scratch_limit_bytes, group.host_process_group, device)
         push = PeerPushReader(group.cp_rank, pool, written_to)
         if kv_read == "push":
-            return KVReads(push, written_to)
+            return KVReads(push, written_to, ahead=ahead)
         pull = PeerPullReader(group.cp_rank, pool)
         whole = PeerReader(pull, push)
         if not fetches_rows(pool.spec.latent):
-            return KVReads(whole, written_to)
+            return KVReads(whole, written_to, ahead=ahead)
         row_reader = SelectedRowsReader(pull, group.cp_size, pool, written_to)
         chosen = CheaperRead(pool.spec, index_topk, most_tokens).is_sparse
-        return KVReads(whole, written_to, SparseReads(row_reader, most_tokens, chosen))
-    scratch = Scratch(scratch_limit_bytes, device)
+        return KVReads(whole, written_to, SparseReads(row_reader, most_tokens, chosen), ahead)
+    scratch, pull = Scratch(scratch_limit_bytes, device), PeerPullReader(group.cp_rank, pool)
     if kv_read == "pull":
-        return KVReads(PeerPullReader(group.cp_rank, pool), scratch)
-    if kv_read == "sparse":
-        pull = PeerPullReader(group.cp_rank, pool)
-        row_reader = SelectedRowsReader(pull, group.cp_size, pool, scratch)
-        return KVReads(pull, scratch, SparseReads(row_reader, most_tokens))
-    if kv_read == "collective":
-        return KVReads(FullViewReader(group, pool, scratch), scratch)
-    return KVReads(LocalReader(), scratch)
+        return KVReads(pull, scratch, ahead=ahead)
+    row_reader = SelectedRowsReader(pull, group.cp_size, pool, scratch)
+    return KVReads(pull, scratch, SparseReads(row_reader, most_tokens), ahead)

@@ -14,6 +14,7 @@ from cp_shared_kv.engine.budget import (
     longest_prefix_pages,
     pages_at_once,
     prefix_scratch_bytes,
+    reads_ahead,
     sharers,
 )
 from cp_shared_kv.engine.config import READ_IN_BLOCKS, EngineConfig
@@ -75,7 +76,7 @@ def resolve_limits(
     longest_pages = longest_prefix_pages(config, capacity, context_length)
     max_prefix_pages = capacity.logical_pages
     kv_scratch_tokens = None
-    if config.resolved_kv_read in READ_IN_BLOCKS:
+    if config.resolved_kv_read in READ_IN_BLOCKS or reads_ahead(config):
         kv_scratch_tokens = pages_at_once(config, longest_pages) * page_size
     in_blocks = config.resolved_kv_read == "sparse" or config.kv_scratch_tokens is not None
     if config.resolved_kv_read != "local" and not in_blocks:  # which any batch can be read in

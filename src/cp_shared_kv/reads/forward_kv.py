@@ -26,6 +26,7 @@ from cp_shared_kv.reads.index_source import IndexKeys, IndexSource
 from cp_shared_kv.reads.latent_source import LatentSource, RowReader, SelectedRows, WholePrefix
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.read_ahead import ReadAhead
 from cp_shared_kv.reads.scratch import Scratch
 
 
@@ -141,6 +142,7 @@ class ForwardKV:
         *,
         scratch: Scratch,
         sparse: SparseReads | None = None,
+        ahead: ReadAhead | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> Self:
         """Plan a batch and take its scratch. Collective: all ranks, with the same requests.
@@ -149,7 +151,7 @@ class ForwardKV:
         pages and only the computing is split. `dtype` is what reads are decoded to. `reader` brings
         whole pages: of both kinds, or of index K alone in batches that `sparse` reads. Raises, on
         every rank alike, LayoutError for a batch that contradicts itself and CapacityError past the
-        scratch limit.
+        scratch limit. With `ahead` whole pages of a layer come while the one before is computed.
         What was built before on the same scratch is no longer usable.
         """
         _check(pool, layout, group)
@@ -164,14 +166,15 @@ class ForwardKV:
         plan = host_plan.to(device)
         row_bytes = spec.latent.row_bytes + (spec.index.row_bytes if spec.index_layers else 0)
         exchange = ChunkExchange(group, shares, row_bytes, scratch)
+        lane = None if ahead is None else ahead.lane_for(host_plan)
         if sparse is None or plan.in_place:
-            latent: LatentSource = WholePrefix(pool, plan, reader, scratch)
+            latent: LatentSource = WholePrefix(pool, plan, reader, scratch, lane)
         else:
             rows = (
                 len(plan.logical_pages) * layout.page_size if most_tokens is None else most_tokens
             )
             latent = SelectedRows(plan, sparse.rows, layout.page_size, rows)
-        index = IndexSource(pool, plan, index_plan, reader, scratch, dtype)
+        index = IndexSource(pool, plan, index_plan, reader, scratch, dtype, lane)
         reader.begin(plan)
         return cls(
             pool,

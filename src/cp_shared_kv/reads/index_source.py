@@ -9,9 +9,10 @@ import torch
 
 from cp_shared_kv.memory.page_format import IndexFormat
 from cp_shared_kv.memory.pool import KVPool
-from cp_shared_kv.reads.index_pieces import IndexBlock, IndexPlan
+from cp_shared_kv.reads.index_pieces import IndexPlan
 from cp_shared_kv.reads.plan import ReadPlan
 from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.read_ahead import Lane, LayerPages
 from cp_shared_kv.reads.scratch import Scratch
 
 
@@ -54,8 +55,10 @@ class IndexSource:
         reader: PrefixReader,
         scratch: Scratch,
         dtype: torch.dtype,
+        lane: Lane | None = None,
     ) -> None:
-        """dtype: what keys are decoded to. CapacityError past the scratch limit."""
+        """dtype: what keys are decoded to. lane: to read what is one block a layer ahead.
+        CapacityError past the scratch limit."""
         self._pool, self._plan, self._index = pool, plan, index
         self._reader, self._dtype = reader, dtype
         spec = pool.spec
@@ -63,8 +66,14 @@ class IndexSource:
         pages = 0
         if spec.index_layers and not plan.in_place:
             pages = index.room_pages + chunk_pages
-        page_bytes = spec.page_bytes("index")
-        self._scratch = scratch.take("index pages", pages * page_bytes).view(-1, page_bytes)
+        first, *others = index.blocks
+        if others:
+            lane = None
+        page_bytes, layers = spec.page_bytes("index"), 1 if lane is None else 2
+        taken = scratch.take("index pages", layers * pages * page_bytes)
+        taken = taken.view(layers, pages, page_bytes)
+        self._layers = LayerPages("index", spec.index_layers, first.pages, reader, taken, lane)
+        self._scratch = taken[0]
 
     def store(self, layer: int, chunk_rows: torch.Tensor) -> None:
         """The batch's new rows u8[T, row_bytes] of a layer, which the pool has. Collective.
@@ -74,7 +83,7 @@ class IndexSource:
         if self._plan.in_place:
             return
         if len(self._index.blocks) == 1:
-            self._read(layer, self._index.blocks[0])
+            self._scratch = self._layers.read(layer)
         self._pool.spec.index.scatter_rows(self._scratch, self._index.chunk_slots, chunk_rows)
 
     def pieces(self, layer: int, seen: Sequence[int]) -> Iterator[IndexKeys]:
@@ -86,13 +95,10 @@ class IndexSource:
         index_format = self._pool.spec.index
         for block in self._index.blocks:
             if len(self._index.blocks) > 1:
-                self._read(layer, block)
+                self._reader.read("index", layer, block.pages, self._scratch)
             for piece in block.pieces:
                 slots = piece.slots[: max(0, seen[piece.request] - piece.start)]
                 if len(slots):
                     rows = index_format.gather_rows(pages, slots)
                     start = piece.start
                     yield IndexKeys(piece.request, start, rows, index_format, self._dtype)
-
-    def _read(self, layer: int, block: IndexBlock) -> None:
-        self._reader.read("index", layer, block.pages, self._scratch)

@@ -11,6 +11,7 @@ from cp_shared_kv.errors import CapacityError
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.plan import ReadPlan
 from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.read_ahead import Lane, LayerPages
 from cp_shared_kv.reads.scratch import Scratch
 
 
@@ -42,17 +43,24 @@ class WholePrefix:
     """Every page of the batch's prefixes, in scratch; or the pool itself where it has them all."""
 
     def __init__(
-        self, pool: KVPool, plan: ReadPlan, reader: PrefixReader, scratch: Scratch
+        self,
+        pool: KVPool,
+        plan: ReadPlan,
+        reader: PrefixReader,
+        scratch: Scratch,
+        lane: Lane | None = None,
     ) -> None:
-        """CapacityError past the scratch limit."""
-        self._pool, self._plan, self._reader = pool, plan, reader
-        page_bytes = pool.spec.page_bytes("latent")
-        taken = scratch.take("latent pages", plan.scratch_pages * page_bytes)
-        self._scratch = taken.view(-1, page_bytes)
+        """lane: to read a layer ahead. CapacityError past the scratch limit."""
+        self._pool, self._plan = pool, plan
+        page_bytes, layers = pool.spec.page_bytes("latent"), 1 if lane is None else 2
+        taken = scratch.take("latent pages", layers * plan.scratch_pages * page_bytes)
+        taken = taken.view(layers, plan.scratch_pages, page_bytes)
+        self._layers = LayerPages("latent", pool.spec.layers("latent"), plan, reader, taken, lane)
+        self._scratch = taken[0]
 
     def store(self, layer: int, chunk_rows: torch.Tensor) -> None:
         if not self._plan.in_place:
-            self._reader.read("latent", layer, self._plan, self._scratch)
+            self._scratch = self._layers.read(layer)
             self._pool.spec.latent.scatter_rows(self._scratch, self._plan.chunk_slots, chunk_rows)
 
     def bring(

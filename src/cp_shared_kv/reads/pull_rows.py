@@ -31,7 +31,8 @@ class PullRowsReader:
     def begin(self, plan: ReadPlan, most_rows: int) -> None:
         self._plan = plan
         rows, row_bytes = len(plan.new_locs) + most_rows, self._latent.row_bytes
-        self._rows = self._scratch.take("selected rows", rows * row_bytes).view(rows, row_bytes)
+        # In the place of whole pages: a batch has one or the other.
+        self._rows = self._scratch.take("latent pages", rows * row_bytes).view(rows, row_bytes)
 
     def read(
         self, layer: int, selected: torch.Tensor, chunk_rows: torch.Tensor

@@ -68,7 +68,8 @@ class SelectedRowsReader:
         self._selected = SelectedRows.make(slots, most_rows, device)
         self._chunk_rows = len(plan.new_locs)
         rows = self._chunk_rows + len(self._selected.rows)
-        taken = self._scratch.take("selected rows", rows * latent.row_bytes)
+        # In the place of whole pages: a batch has one or the other.
+        taken = self._scratch.take("latent pages", rows * latent.row_bytes)
         self._rows = taken.view(rows, latent.row_bytes)
 
     def read(
