@@ -14,9 +14,9 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
-from cp_shared_kv.reads.layer_turns import LayerTurns
 from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
+from cp_shared_kv.reads.read_ahead import LayerPages, StreamLane
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF
@@ -36,7 +36,7 @@ def nccl_of(context: RankContext) -> dist.ProcessGroup:
     return _nccl[context.size]
 
 
-def check_turns(context: RankContext, latent: str) -> dict[str, Any]:
+def check_layers(context: RankContext, latent: str) -> dict[str, Any]:
     """Forwards over a mapped pool, two layers in scratch; every layer as its owners wrote it."""
     torch.cuda.set_device(context.rank)
     device = torch.device("cuda", context.rank)
@@ -50,28 +50,25 @@ def check_turns(context: RankContext, latent: str) -> dict[str, Any]:
     zero_before = not buffer.tensor.any()
     pool = KVPool(spec, PHYSICAL_PAGES, buffer)
     layout = CpSharedKVLayout(PAGE_SIZE, context.size, context.rank, physical_pages=PHYSICAL_PAGES)
-    turns = LayerTurns(PeerPullReader(context.rank, pool), LAYERS)
+    reader, lane = PeerPullReader(context.rank, pool), StreamLane(device)
     wrong: list[str] = []
     for forward in range(3):
         torch.cuda._sleep(30_000_000 * (context.rank + forward) % 90_000_000)
         _write(pool, seed=10 * forward + context.rank)
         pages = np.random.default_rng(forward).permutation(layout.logical_pages - 1)[:400] + 1
         plan = ReadPlan.build(layout, [BatchSpan(LogicalPages(pages), TOKENS - 5, 5)])
-        views = {
-            kind: [
-                torch.full((401, spec.page_bytes(kind)), POISON, dtype=torch.uint8, device=device)
-                for _ in range(2)
-            ]
-            for kind in PAGE_KINDS
-        }
-        turns.begin(plan, views)
+        reader.begin(plan)
+        layer_pages = {}
+        for kind in PAGE_KINDS:
+            shape = (2, 401, spec.page_bytes(kind))
+            taken = torch.full(shape, POISON, dtype=torch.uint8, device=device)
+            layer_pages[kind] = LayerPages(kind, range(LAYERS), plan, reader, taken, lane)
         seen: dict[tuple[PageKind, int], torch.Tensor] = {}
         for layer in range(LAYERS):
             for kind in PAGE_KINDS:
-                turns.bring(kind, layer)
+                pages = layer_pages[kind].read(layer)
                 torch.cuda._sleep(3_000_000)  # the layer's arithmetic
-                seen[kind, layer] = turns.view(kind, layer)[: len(plan.logical_pages)].clone()
-        turns.end()
+                seen[kind, layer] = pages[: len(plan.logical_pages)].clone()
         torch.cuda.synchronize()
         for (kind, layer), got in seen.items():
             if not torch.equal(got, _expected(context, pool, plan, kind, layer)):

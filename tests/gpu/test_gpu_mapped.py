@@ -15,5 +15,5 @@ RANKS_FILE = Path(__file__).with_name("mapped_ranks.py")
 
 @pytest.mark.parametrize("latent", ["bf16", "fp8_ds_mla"])
 def test_layers_read_ahead_are_as_their_owners_wrote_them(gpu_ranks: RankPool, latent: str) -> None:
-    for result in gpu_ranks.run(f"{RANKS_FILE}:check_turns", timeout_seconds=120, latent=latent):
+    for result in gpu_ranks.run(f"{RANKS_FILE}:check_layers", timeout_seconds=120, latent=latent):
         assert result == {"zero_before": True, "wrong": [], "own_distance": 0}

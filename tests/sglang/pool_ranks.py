@@ -35,6 +35,7 @@ from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.pages import PhysicalPages
 from cp_shared_kv.memory.page_format import PAGE_KINDS
 from cp_shared_kv.testing.bitwise import assert_bitwise_equal
+from cp_shared_kv.testing.lanes import EagerLane, LateLane
 from cp_shared_kv.testing.rank_process import RankContext
 
 PAGE, LAYERS, PHYSICAL_PAGES = 64, 2, 10
@@ -115,8 +116,9 @@ class _Run:
             "kv_cache_dim": width,
         }
         sharing = sharing_over(context.process_group, capacity, 64 << 20, torch.device("cpu"))
-        # As with pulls between GPUs: here no stream of its own, yet the same turns.
-        sharing = dataclasses.replace(sharing, layers_in_scratch=2)
+        # As with pulls between GPUs: here without a stream of their own, yet in the same turns.
+        lane = LateLane() if context.size == 2 else EagerLane()
+        sharing = dataclasses.replace(sharing, lane=lane)
         ours = shared_pool(sharing)(capacity.logical_tokens, **settings)
         stock = NSATokenToKVPool(capacity.logical_tokens, **settings)
         requests = ReqToTokenPool(8, 2048, "cpu", False)

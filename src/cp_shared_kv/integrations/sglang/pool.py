@@ -17,8 +17,8 @@ from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import Buffer
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool
-from cp_shared_kv.reads.layer_turns import LayerTurns
 from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.read_ahead import Lane, LayerPages
 from cp_shared_kv.reads.scratch import Scratch
 
 
@@ -31,8 +31,8 @@ class Sharing:
     scratch: Scratch
     make_buffer: Callable[[int], Buffer]
     make_reader: Callable[[KVPool], PrefixReader]
-    layers_in_scratch: int
-    """1, or 2 where a layer's prefix is read while the layer before is computed."""
+    lane: Lane | None
+    """Where a layer's prefix is read while the layer before is computed, if it is."""
 
     @property
     def layout(self) -> CpSharedKVLayout:
@@ -80,8 +80,9 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         self.pages = KVPool(spec, capacity.physical_pages, buffer)
         self.layout = self.sharing.layout
         self.reader = self.sharing.make_reader(self.pages)
-        self.turns = LayerTurns(self.reader, layer_num)
         self.batch: SharedBatch | None = None
+        self._layer_pages: dict[PageKind, LayerPages] = {}
+        self._in_use: dict[PageKind, int] = {}
         self._complete = False
         super().__init__(
             capacity.physical_tokens,
@@ -121,26 +122,31 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def begin(self, batch: SharedBatch) -> None:
         """Take the scratch of a batch. Collective for some readers: every rank, the same batch."""
         self.end()
-        views: dict[PageKind, list[torch.Tensor]] = {
-            kind: [
-                self.sharing.scratch.take(
-                    f"{kind} pages of turn {turn}",
-                    batch.scratch_pages * self.pages.spec.page_bytes(kind),
-                ).view(batch.scratch_pages, -1)
-                for turn in range(self.sharing.layers_in_scratch)
-            ]
+        places = 1 if self.sharing.lane is None else 2
+        taken: dict[PageKind, torch.Tensor] = {
+            kind: self.sharing.scratch.take(
+                f"{kind} pages",
+                places * batch.scratch_pages * self.pages.spec.page_bytes(kind),
+            ).view(places, batch.scratch_pages, -1)
             for kind in PAGE_KINDS
         }
-        for view in (*views["latent"], *views["index"]):
-            view[-1].zero_()
-        self.turns.begin(batch.plan, views)
-        self._over_scratch = _over(self, views)
+        for pages in taken.values():
+            pages[:, -1].zero_()
+        self.reader.begin(batch.plan)
+        self._layer_pages = {
+            kind: LayerPages(
+                kind, range(self.layer_num), batch.plan, self.reader, taken[kind], self.sharing.lane
+            )
+            for kind in PAGE_KINDS
+        }
+        self._taken = taken
+        self._over_scratch = _over(self, taken)
         self.batch = batch
 
     def end(self) -> None:
         """The batch is over; what scratch holds is no longer of use."""
         self.batch = None
-        self.turns.end()
+        self._in_use.clear()
 
     def acquire(self, kind: PageKind, layer_id: int) -> None:
         """Bring a layer's prefix into scratch, once. Collective for some readers.
@@ -149,14 +155,17 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         some of which a rank without tokens leaves out.
         """
         self._current(kind, layer_id)
-        self.turns.bring(kind, layer_id - self._first())
+        if self._in_use.get(kind) != layer_id:
+            self._layer_pages[kind].read(layer_id - self._first())
+            self._in_use[kind] = layer_id
 
     def keep_owned(self, kind: PageKind, layer_id: int) -> None:
         """Copy the staged rows of the pages that this rank owns into its pool."""
         batch = self._current(kind, layer_id)
         layer = layer_id - self._first()
         page_format = self.pages.spec.format(kind)
-        rows = page_format.gather_rows(self.turns.view(kind, layer), batch.writes.rows)
+        taken = self._taken[kind]
+        rows = page_format.gather_rows(taken[layer % len(taken)], batch.writes.rows)
         owned = self.pages.pages(kind, layer)
         page_format.scatter_rows(owned, batch.writes.physical_locs, rows)
 
@@ -212,10 +221,10 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def _read(self, kind: PageKind, layer_id: int) -> NSATokenToKVPool:
         """The pool over scratch, which holds that layer."""
         self._current(kind, layer_id)
-        if not self.turns.holds(kind, layer_id - self._first()):
+        if self._in_use.get(kind) != layer_id:
             raise InvariantError(
                 f"{kind} KV of layer {layer_id} read before it was written",
-                value=self.turns.current(kind),
+                value=self._in_use.get(kind),
                 change="a forward writes a layer's chunk before it reads the layer",
             )
         return self._over_scratch
@@ -230,7 +239,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
 
 
 class _InTurns:
-    """A list of layers of which few are held: a layer's place is that of its turn."""
+    """A list of layers of which one or two are held: they take turns in these places."""
 
     def __init__(self, places: list[torch.Tensor]) -> None:
         self._places = places
@@ -239,17 +248,15 @@ class _InTurns:
         return self._places[layer % len(self._places)]
 
 
-def _over(
-    pool: CPSharedNSATokenToKVPool, views: dict[PageKind, list[torch.Tensor]]
-) -> NSATokenToKVPool:
+def _over(pool: CPSharedNSATokenToKVPool, taken: dict[PageKind, torch.Tensor]) -> NSATokenToKVPool:
     """SGLang's own pool, of the same shape, with scratch for its buffers."""
     rows = pool.pages.spec.latent.row_bytes
     stock = object.__new__(NSATokenToKVPool)
     stock.__dict__.update(pool.__dict__)
     stock.kv_buffer = _InTurns(
-        [view.view(-1, 1, rows).view(pool.store_dtype) for view in views["latent"]]
+        [pages.view(-1, 1, rows).view(pool.store_dtype) for pages in taken["latent"]]
     )
-    stock.index_k_with_scale_buffer = _InTurns(views["index"])
+    stock.index_k_with_scale_buffer = _InTurns(list(taken["index"]))
     return stock
 
 

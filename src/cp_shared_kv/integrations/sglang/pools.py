@@ -19,6 +19,7 @@ from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import TorchGroup
 from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.prefix_reader import PrefixReader
+from cp_shared_kv.reads.read_ahead import StreamLane
 from cp_shared_kv.reads.scratch import Scratch
 
 _log = logging.getLogger(__name__)
@@ -110,8 +111,8 @@ def sharing_over(
         return FullViewReader(group, pool, scratch)
 
     # A gather of the next layer would meet other ranks out of turn.
-    layers = settings.LAYERS_WHERE_PULLED if pulled else 1
-    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader, layers)
+    lane = StreamLane(device) if pulled else None
+    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader, lane)
 
 
 def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device) -> bool:
