@@ -84,7 +84,7 @@ class _Values:
         """Each by its name: queries from start to stop against all keys."""
         ways: dict[str, _Way] = {
             PLAIN: lambda q, weights: gpu.index_scores(q, weights, self.keys),
-            CODES: self._by_codes,
+            CODES: lambda q, weights: gpu.index_scores_fp8(q, weights, self.codes, self.scales),
         }
         if has_deep_gemm:
             kernel = importlib.import_module("deep_gemm").fp8_mqa_logits
@@ -92,14 +92,6 @@ class _Values:
                 kernel, q, weights, self.codes, self.scales
             )
         return ways
-
-    def _by_codes(self, q: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        from cp_shared_kv.kernels.index_scores import index_scores
-        from cp_shared_kv.kernels.quantise_queries import quantise_queries
-
-        q_codes, scaled = quantise_queries(q, weights)
-        queries, keys = (part.view(torch.float8_e4m3fn) for part in (q_codes, self.codes))
-        return index_scores(queries, scaled, keys, self.scales)
 
     def all_queries(self, way: _Way, _turn: int) -> None:
         at_once = max(1, MOST_SCORES // len(self.codes))

@@ -6,7 +6,7 @@ import torch
 
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.model.ops.gpu import GPU_OPS
+from cp_shared_kv.model.ops.gpu import gpu_ops
 from cp_shared_kv.model.ops.hopper import hopper_ops, lacking_for
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.ops.names import AttentionOpsName
@@ -39,7 +39,7 @@ def ops_for(
     if choice == "torch" or (choice == "auto" and not on_gpu):
         return f"plain torch in {str(dtype).removeprefix('torch.')}", REFERENCE_OPS
     if choice == "triton":
-        return _TRITON, GPU_OPS
+        return _TRITON, gpu_ops(model, device)
     found = hopper_ops(model, device)
     if choice == "hopper" and found.lacking:
         raise _not_available(found.lacking)

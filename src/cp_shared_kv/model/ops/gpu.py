@@ -1,4 +1,4 @@
-"""Sparse attention on a GPU in bf16: matrix products on its tensor cores, sums in fp32.
+"""Sparse attention on a GPU in bf16, index scores in e4m3: tensor cores, sums in fp32.
 
 The rest of it, and all of a model that computes in fp32, is the reference, which runs on a GPU as
 it is. No function's result depends on timing.
@@ -10,9 +10,14 @@ from dataclasses import replace
 
 import torch
 
+from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops import reference
+from cp_shared_kv.model.ops.interface import AttentionOps
 
 _LEAST_WIDTH = 16
+_LEAST_WIDTH_FP8 = 32
+_MULTIPLIES_FP8 = (8, 9)
+"""The compute capability from which on tensor cores take e4m3."""
 
 
 def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -23,6 +28,18 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, keys: torch.Tensor
     from cp_shared_kv.kernels import index_scores as kernel
 
     return kernel.index_scores(q.contiguous(), head_weights.contiguous(), keys.contiguous())
+
+
+def index_scores_fp8(
+    q: torch.Tensor, head_weights: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """See AttentionOps. By kernel, where `gpu_ops` offers it."""
+    from cp_shared_kv.kernels.index_scores import index_scores as kernel
+    from cp_shared_kv.kernels.quantise_queries import quantise_queries
+
+    q_codes, weights = quantise_queries(q.contiguous(), head_weights.contiguous())
+    queries, keys = (part.view(torch.float8_e4m3fn) for part in (q_codes, codes))
+    return kernel(queries, weights, keys, scales)
 
 
 def select_topk(scores: torch.Tensor, visible: torch.Tensor, k: int) -> torch.Tensor:
@@ -71,10 +88,19 @@ def _suits_a_tile(width: int) -> bool:
     return width >= _LEAST_WIDTH and width & (width - 1) == 0
 
 
-GPU_OPS = replace(
+_GPU_OPS = replace(
     reference.REFERENCE_OPS,
     index_scores=index_scores,
     select_topk=select_topk,
     sparse_attention=sparse_attention,
     attend_rows=attend_rows,
 )
+
+
+def gpu_ops(model: ModelConfig, device: torch.device) -> AttentionOps:
+    """These, for a GPU and the widths of a model."""
+    width = model.index_head_dim
+    fits = _suits_a_tile(width) and width >= _LEAST_WIDTH_FP8
+    if fits and torch.cuda.get_device_capability(device) >= _MULTIPLIES_FP8:
+        return replace(_GPU_OPS, index_scores_fp8=index_scores_fp8)
+    return _GPU_OPS
