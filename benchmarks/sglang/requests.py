@@ -29,6 +29,11 @@ class Answer:
     seconds: float = 0.0
     error: str = ""
 
+    @property
+    def unreachable(self) -> bool:
+        """Whether the server has ended or hangs."""
+        return "Timeout" in self.error or "ConnectError" in self.error
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -40,7 +45,7 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def ask(
-    prefill: Server, decode: Server | None, ids: list[int], tokens: int = 8, timeout: float = 60
+    prefill: Server, decode: Server | None, ids: list[int], tokens: int = 8, timeout: float = 45
 ) -> Answer:
     """One request through a prefill server, and a decode server if there is one."""
     room = next(_rooms)
