@@ -26,21 +26,30 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model-path", required=True, help="a DSA model that SGLang can load")
     parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument(
+        "--one-gpu", action="store_true", help="all ranks on one GPU: answers only, no times"
+    )
     parser.add_argument("--part", action="append", choices=("bfloat16", "fp8_e4m3", "timing"))
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--wait", type=float, default=150, help="seconds for servers to come up")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None, help="for a copy of the sources without git")
     options = parser.parse_args()
-    if missing := missing_for_gpus(options.gpus):
+    if missing := missing_for_gpus(1 if options.one_gpu else options.gpus):
         sys.exit(f"benchmarks.sglang: {missing}")
-    parts = options.part or ["bfloat16", "fp8_e4m3", "timing"]
+    parts = options.part or ["bfloat16", "fp8_e4m3", *([] if options.one_gpu else ["timing"])]
+    if options.one_gpu and "timing" in parts:
+        parser.error("--part timing: ranks that share a GPU wait for each other's time slices")
     options.results.mkdir(parents=True, exist_ok=True)
     chosen = [variant for variant in VARIANTS if options.only in variant.name]
     with tempfile.TemporaryDirectory() as folder:
         harness_plugin.install(Path(folder))
         path = [Path(folder), REPOSITORY]
-        config: dict[str, Any] = {"model": Path(options.model_path).name, "gpus": options.gpus}
+        config: dict[str, Any] = {
+            "model": Path(options.model_path).name,
+            "cp_ranks": options.gpus,
+            "all_ranks_on_one_gpu": options.one_gpu,
+        }
         config["doctor"] = _doctor()
         for part in parts:
             if part == "timing":
@@ -55,7 +64,15 @@ def main() -> int:
 def _compare(
     part: str, variants: list[Variant], options: Any, path: list[Path], config: dict[str, Any]
 ) -> None:
-    found = compare(variants, options.model_path, options.gpus, options.results, path, options.wait)
+    found = compare(
+        variants,
+        options.model_path,
+        options.gpus,
+        options.results,
+        path,
+        options.wait,
+        options.one_gpu,
+    )
     record(
         f"sglang_{part}", Measurement(config, {}, figures=found), options.results, options.commit
     )

@@ -25,9 +25,10 @@ def compare(
     logs: Path,
     path: list[Path],
     seconds: float,
+    one_gpu: bool,
 ) -> dict[str, Any]:
     """All pairs of one KV type at once, decode beside them; by variant what was seen."""
-    farm = Farm(model_path, gpus, context_tokens=32768, compared=True)
+    farm = Farm(model_path, gpus, context_tokens=32768, compared=True, one_gpu=one_gpu)
     kv_dtype = variants[0].kv_dtype
     decode = farm.decode(kv_dtype, 131072)
     small = farm.prefill(f"small-{kv_dtype}", variants[0], SHARED_TOKENS, shared=False)

@@ -4,6 +4,8 @@ HARNESS_ANY_CP_SIZE=1    lifts SGLang's assertion that a CP group has 8 ranks
 HARNESS_SORTED_TOPK=1    top-k indices in ascending order of position: SGLang's kernel returns a set
                          in the order of arrival, so that stock alone does not repeat its own bits
 HARNESS_COUNT_SENT=1     a line in the log for each send of KV pages, with their number
+HARNESS_ONE_GPU=1        all ranks on one GPU, for a look at answers and never at times: NCCL takes
+                         each process for a host of its own, and goes over sockets
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ def activate() -> None:
     """What SGLang calls in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    if os.environ.get("HARNESS_ONE_GPU") == "1":
+        os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
     if os.environ.get("HARNESS_ANY_CP_SIZE") == "1":
         HookRegistry.register(
             "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",

@@ -9,6 +9,7 @@ from benchmarks.sglang.servers import FLAG, Server
 CHUNK = 4096
 _PORTS_APART = 1100
 _HARNESS = {"HARNESS_ANY_CP_SIZE": "1", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
+_ONE_GPU = {"HARNESS_ONE_GPU": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 _COMPARED = {"HARNESS_SORTED_TOPK": "1", "HARNESS_COUNT_SENT": "1"}
 
 
@@ -45,6 +46,8 @@ class Farm:
     context_tokens: int
     compared: bool
     """Whether bits will be compared: top-k in order. Not for timing."""
+    one_gpu: bool = False
+    """Whether all ranks share the first GPU: right for answers, and meaningless for times."""
     made: int = 0
 
     def prefill(
@@ -65,7 +68,8 @@ class Farm:
     def decode(self, kv_dtype: str, tokens: int) -> Server:
         """A decode server on the last GPU."""
         server = self._server(f"decode-{kv_dtype}", kv_dtype, tokens)
-        server.flags += ["--tp", "1", "--base-gpu-id", str(self.gpus - 1)]
+        last = 0 if self.one_gpu else self.gpus - 1
+        server.flags += ["--tp", "1", "--base-gpu-id", str(last)]
         server.flags += ["--disaggregation-mode", "decode"]
         return server
 
@@ -75,4 +79,7 @@ class Farm:
         flags += ["--chunked-prefill-size", str(CHUNK), "--kv-cache-dtype", kv_dtype]
         flags += ["--max-total-tokens", str(tokens)]
         environment = {**_HARNESS, **(_COMPARED if self.compared else {})}
+        if self.one_gpu:
+            flags += ["--gpu-id-step", "0"]
+            environment |= _ONE_GPU
         return Server(name, 20000 + _PORTS_APART * self.made, flags, environment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,9 @@ _nccl: dict[int, dist.ProcessGroup] = {}
 
 def nccl_of(context: RankContext) -> dist.ProcessGroup:
     """The call's ranks over NCCL; made once, since each group has buffers of its own."""
+    if torch.cuda.device_count() < context.size:
+        # NCCL refuses two ranks on a GPU, but for those of two hosts, and then goes over sockets.
+        os.environ |= {"NCCL_HOSTID": f"rank-{context.rank}", "NCCL_SOCKET_IFNAME": "lo"}
     if context.size not in _nccl:
         group = dist.new_group(list(range(context.size)), backend="nccl")
         assert isinstance(group, dist.ProcessGroup)
@@ -38,8 +42,8 @@ def nccl_of(context: RankContext) -> dist.ProcessGroup:
 
 def check_layers(context: RankContext, latent: str) -> dict[str, Any]:
     """Forwards over a mapped pool, two layers in scratch; every layer as its owners wrote it."""
-    torch.cuda.set_device(context.rank)
-    device = torch.device("cuda", context.rank)
+    device = torch.device("cuda", context.rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
     spec = KVPoolSpec(
         latent_format(latent, kv_lora_rank=512, qk_rope_head_dim=64, page_size=PAGE_SIZE),
         index_format("fp8_scaled", index_head_dim=128, page_size=PAGE_SIZE),

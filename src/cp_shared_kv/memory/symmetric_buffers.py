@@ -98,9 +98,12 @@ def gpu_buffer(nbytes: int, process_group: dist.ProcessGroup, device: torch.devi
     return PrivateBuffer(nbytes, device)
 
 
-def why_not_mapped(process_group: dist.ProcessGroup, device: torch.device) -> str | None:
+def why_not_mapped(
+    process_group: dist.ProcessGroup, device: torch.device, *, one_gpu_will_do: bool = False
+) -> str | None:
     """Why the ranks' GPUs cannot read each other's memory; None where they can.
 
+    one_gpu_will_do: for memory that processes of one GPU can map, too, as symmetric memory cannot.
     Collective. The same answer on every rank, so none is left behind in a rendezvous.
     """
     visible = [_digest(_uuid(index)) for index in range(torch.cuda.device_count())]
@@ -111,7 +114,7 @@ def why_not_mapped(process_group: dist.ProcessGroup, device: torch.device) -> st
     reasons: list[str] = []
     if len(hosts) > 1:
         reasons.append(f"the ranks are on {len(hosts)} hosts")
-    elif len(set(peers)) < len(peers):
+    elif not one_gpu_will_do and len(set(peers)) < len(peers):
         reasons.append("two ranks use one GPU")
     elif not all(peer in visible for peer in peers):
         reasons.append("CUDA_VISIBLE_DEVICES hides the peers' GPUs from a rank")

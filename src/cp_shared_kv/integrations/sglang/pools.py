@@ -120,7 +120,9 @@ def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device)
     wanted = settings.read()
     reason = f"{settings.READ}={wanted}" if wanted == "collective" else None
     if reason is None:
-        reason = "no CUDA" if device.type != "cuda" else why_not_mapped(process_group, device)
+        reason = "no CUDA"
+        if device.type == "cuda":
+            reason = why_not_mapped(process_group, device, one_gpu_will_do=True)
     if wanted == "pull" and reason is not None:
         raise StartupError(
             "GPUs of the CP group cannot read each other's memory",
