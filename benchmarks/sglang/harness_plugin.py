@@ -33,6 +33,9 @@ def activate() -> None:
 
     if os.environ.get("HARNESS_ONE_GPU") == "1":
         os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
+        HookRegistry.register(
+            "sglang.srt.server_args.ServerArgs.check_server_args", _one_gpu, HookType.AROUND
+        )
     if os.environ.get("HARNESS_ANY_CP_SIZE") == "1":
         HookRegistry.register(
             "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
@@ -47,6 +50,13 @@ def activate() -> None:
         )
     if os.environ.get("HARNESS_SORTED_TOPK") == "1":
         _sort_topk()
+
+
+def _one_gpu(original, self):
+    """A step of 0 from rank to rank, which the check refuses."""
+    self.gpu_id_step = 1
+    original(self)
+    self.gpu_id_step = 0
 
 
 def _any_cp_size(original, self):

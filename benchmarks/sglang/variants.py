@@ -80,6 +80,5 @@ class Farm:
         flags += ["--max-total-tokens", str(tokens)]
         environment = {**_HARNESS, **(_COMPARED if self.compared else {})}
         if self.one_gpu:
-            flags += ["--gpu-id-step", "0"]
             environment |= _ONE_GPU
         return Server(name, 20000 + _PORTS_APART * self.made, flags, environment)
