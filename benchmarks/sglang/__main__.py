@@ -30,7 +30,9 @@ def main() -> int:
         "--one-gpu", action="store_true", help="all ranks on one GPU: answers only, no times"
     )
     parser.add_argument("--part", action="append", choices=("bfloat16", "fp8_e4m3", "timing"))
-    parser.add_argument("--only", default="", help="variants whose name contains this")
+    parser.add_argument(
+        "--only", action="append", help="variants whose name contains one of these; all by default"
+    )
     parser.add_argument("--wait", type=float, default=150, help="seconds for servers to come up")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--commit", default=None, help="for a copy of the sources without git")
@@ -41,7 +43,7 @@ def main() -> int:
     if options.one_gpu and "timing" in parts:
         parser.error("--part timing: ranks that share a GPU wait for each other's time slices")
     options.results.mkdir(parents=True, exist_ok=True)
-    chosen = [variant for variant in VARIANTS if options.only in variant.name]
+    chosen = [v for v in VARIANTS if any(text in v.name for text in options.only or [""])]
     with tempfile.TemporaryDirectory() as folder:
         harness_plugin.install(Path(folder))
         path = [Path(folder), REPOSITORY]
@@ -78,7 +80,7 @@ def _compare(
     )
     for name, seen in found.items():
         print(f"== {name}")
-        requests = seen.get("requests") if isinstance(seen, dict) else None
+        requests: dict[str, Any] | None = seen.get("requests") if isinstance(seen, dict) else None
         if requests is None:
             print(json.dumps(seen, indent=1) if not isinstance(seen, str) else seen)
             continue

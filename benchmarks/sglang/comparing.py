@@ -30,7 +30,10 @@ def compare(
     """All pairs of one KV type at once, decode beside them; by variant what was seen."""
     farm = Farm(model_path, gpus, context_tokens=32768, compared=True, one_gpu=one_gpu)
     kv_dtype = variants[0].kv_dtype
-    decode = farm.decode(kv_dtype, 131072)
+    decodes = {
+        shared: farm.decode(f"decode-{shared}-{kv_dtype}", kv_dtype, 131072, shared == "shared")
+        for shared in ("stock", "shared")
+    }
     small = farm.prefill(f"small-{kv_dtype}", variants[0], SHARED_TOKENS, shared=False)
     pairs: list[tuple[Variant, Server, Server]] = []
     for number, variant in enumerate(variants):
@@ -42,32 +45,32 @@ def compare(
                 farm.prefill(f"shared-{name}", variant, SHARED_TOKENS, shared=True),
             )
         )
-    servers = [decode, small, *(server for _, *two in pairs for server in two)]
+    servers = [*decodes.values(), small, *(server for _, *two in pairs for server in two)]
     try:
         for server in servers:
             server.start(logs, path)
         failed = await_all(servers, seconds)
         found: dict[str, Any] = {}
-        if decode.name in failed:
-            return {"decode": failed[decode.name]}
+        if ended := {d.name: failed[d.name] for d in decodes.values() if d.name in failed}:
+            return {"decode": ended}
         for variant, stock, shared in pairs:
             why = {name: failed[name] for name in (stock.name, shared.name) if name in failed}
             if why:
                 found[variant.name] = {"not started": why}
                 continue
-            found[variant.name] = _pair(stock, shared, decode)
+            found[variant.name] = _pair(stock, shared, decodes)
         if small.name not in failed:
-            answer = ask(small, None, prompt(9, OVER_ONE_RANK), timeout=30)
-            found[f"{variants[0].name}: stock, {SHARED_TOKENS} tokens"] = answer.as_json()
+            ask(small, None, prompt(9, OVER_ONE_RANK), timeout=30)
+            found[f"stock with {SHARED_TOKENS} tokens"] = small.lines("exceeds the maximum allowed")
         return found
     finally:
         for server in servers:
             server.stop()
 
 
-def _pair(stock: Server, shared: Server, decode: Server) -> dict[str, Any]:
-    answers = {server.name: _requests(server, decode) for server in (stock, shared)}
-    ours, theirs = answers[shared.name], answers[stock.name]
+def _pair(stock: Server, shared: Server, decodes: dict[str, Server]) -> dict[str, Any]:
+    theirs = _requests(stock, decodes["stock"])
+    ours = _requests(shared, decodes["shared"])
     ended = {name for name in ours | theirs if name not in ours or name not in theirs}
     for name in ended:
         ours.setdefault(name, Answer(error="not asked"))
@@ -78,6 +81,8 @@ def _pair(stock: Server, shared: Server, decode: Server) -> dict[str, Any]:
                 "same tokens": ours[name].ids == theirs[name].ids and bool(ours[name].ids),
                 "same bits": ours[name].logprobs == theirs[name].logprobs
                 and bool(ours[name].logprobs),
+                "same first bits": ours[name].logprobs[:1] == theirs[name].logprobs[:1]
+                and bool(ours[name].logprobs),
                 "first logprob": [a[name].logprobs[:1] for a in (theirs, ours)],
                 "cached": [a[name].cached for a in (theirs, ours)],
                 "error": [a[name].error for a in (theirs, ours)],
@@ -85,8 +90,9 @@ def _pair(stock: Server, shared: Server, decode: Server) -> dict[str, Any]:
             }
             for name in ours
         },
-        "stock repeats itself": _repeats(theirs),
-        "shared repeats itself": _repeats(ours),
+        "stock repeats itself": _repeats(theirs, "6144", "6144, flushed"),
+        "shared repeats itself": _repeats(ours, "6144", "6144, flushed"),
+        "shared after eviction as before": _repeats(ours, "3001", "3001, after eviction"),
         "startup": shared.lines("CP shared KV|KV Cache is allocated"),
         "stock startup": stock.lines("KV Cache is allocated"),
         "sent": _sent(shared),
@@ -95,8 +101,8 @@ def _pair(stock: Server, shared: Server, decode: Server) -> dict[str, Any]:
     }
 
 
-def _repeats(answers: dict[str, Answer]) -> bool:
-    first, again = (answers.get(name, Answer()) for name in ("6144", "6144, flushed"))
+def _repeats(answers: dict[str, Answer], *names: str) -> bool:
+    first, again = (answers.get(name, Answer()) for name in names)
     return bool(first.logprobs) and first.logprobs == again.logprobs
 
 

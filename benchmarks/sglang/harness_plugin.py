@@ -1,8 +1,9 @@
 """A test-only SGLang plugin: what comparing two servers on a small machine needs. Not our product.
 
 HARNESS_ANY_CP_SIZE=1    lifts SGLang's assertion that a CP group has 8 ranks
-HARNESS_SORTED_TOPK=1    top-k indices in ascending order of position: SGLang's kernel returns a set
-                         in the order of arrival, so that stock alone does not repeat its own bits
+HARNESS_SORTED_TOPK=1    exact top-k by torch, in ascending order: SGLang's kernel returns indices in
+                         the order of arrival, and drops candidates where many score alike, so that
+                         stock alone does not repeat its own bits
 HARNESS_COUNT_SENT=1     a line in the log for each send of KV pages, with their number
 HARNESS_ONE_GPU=1        all ranks on one GPU, for a look at answers and never at times: NCCL takes
                          each process for a host of its own, and goes over sockets
@@ -83,13 +84,20 @@ def _sort_topk() -> None:
     import sgl_kernel
     import torch
 
-    unsorted = sgl_kernel.fast_topk_v2
-
     def positions(score, lengths, topk, row_starts=None):
-        found = unsorted(score, lengths, topk, row_starts=row_starts)
-        last = torch.iinfo(torch.int32).max
-        ascending = torch.where(found < 0, last, found).sort(dim=1).values
-        return torch.where(ascending == last, -1, ascending)
+        starts = torch.zeros_like(lengths) if row_starts is None else row_starts
+        starts, ends = starts.view(-1, 1), (starts + lengths).view(-1, 1)
+        column = torch.arange(score.shape[1], device=score.device)
+        inside = torch.where((column >= starts) & (column < ends), score, float("-inf"))
+        best = inside.topk(min(topk, score.shape[1]), dim=1)
+        none = torch.iinfo(torch.int32).max
+        found = torch.where(best.values.isneginf(), none, best.indices - starts)
+        # With up to topk columns SGLang's kernel takes all of a row, whatever they score.
+        place = torch.arange(found.shape[1], device=score.device)
+        every = torch.where(place < lengths.view(-1, 1), place, none)
+        found = torch.where(lengths.view(-1, 1) <= topk, every, found).sort(dim=1).values
+        found = torch.where(found == none, -1, found).int()
+        return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 
     def paged(score, lengths, page_table_size_1, cu_seqlens_q, topk, row_starts=None):
         found = positions(score, lengths, topk, row_starts)

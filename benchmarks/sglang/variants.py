@@ -8,7 +8,10 @@ from benchmarks.sglang.servers import FLAG, Server
 
 CHUNK = 4096
 _PORTS_APART = 1100
-_HARNESS = {"HARNESS_ANY_CP_SIZE": "1", "SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
+_HARNESS = {"HARNESS_ANY_CP_SIZE": "1"}
+# Stock servers leave it unset: where all their ranks send, pages whose ids are not consecutive are
+# lost, and after a prefix hit they are not.
+_ALL_RANKS_SEND = {"SGLANG_DISAGGREGATION_ALL_CP_RANKS_TRANSFER": "1"}
 _ONE_GPU = {"HARNESS_ONE_GPU": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
 _COMPARED = {"HARNESS_SORTED_TOPK": "1", "HARNESS_COUNT_SENT": "1"}
 
@@ -62,12 +65,13 @@ class Farm:
         server.flags += ["--nsa-prefill-backend", variant.backend]
         if shared:
             server.flags.append(FLAG)
-            server.environment["CPKV_SGLANG_READ"] = read
+            server.environment |= {"CPKV_SGLANG_READ": read} | _ALL_RANKS_SEND
         return server
 
-    def decode(self, kv_dtype: str, tokens: int) -> Server:
-        """A decode server on the last GPU."""
-        server = self._server(f"decode-{kv_dtype}", kv_dtype, tokens)
+    def decode(self, name: str, kv_dtype: str, tokens: int, shared: bool) -> Server:
+        """A decode server on the last GPU, for shared or for stock prefill servers."""
+        server = self._server(name, kv_dtype, tokens)
+        server.environment |= _ALL_RANKS_SEND if shared else {}
         last = 0 if self.one_gpu else self.gpus - 1
         server.flags += ["--tp", "1", "--base-gpu-id", str(last)]
         server.flags += ["--disaggregation-mode", "decode"]
