@@ -1,9 +1,9 @@
 """A test-only SGLang plugin: what comparing two servers on a small machine needs. Not our product.
 
 HARNESS_ANY_CP_SIZE=1    lifts SGLang's assertion that a CP group has 8 ranks
-HARNESS_SORTED_TOPK=1    exact top-k by torch, in ascending order: SGLang's kernel returns indices in
-                         the order of arrival, and drops candidates where many score alike, so that
-                         stock alone does not repeat its own bits
+HARNESS_SORTED_TOPK=1    exact top-k by torch, in ascending order: SGLang's kernel has indices in
+                         the order of arrival, and drops candidates where many score alike, so
+                         that stock alone does not repeat its own bits
 HARNESS_COUNT_SENT=1     a line in the log for each send of KV pages, with their number
 HARNESS_ONE_GPU=1        all ranks on one GPU, for a look at answers and never at times: NCCL takes
                          each process for a host of its own, and goes over sockets
