@@ -26,3 +26,12 @@ def gpu_ranks() -> Iterator[RankPool]:
         pytest.skip(missing)
     with RankPool(2) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[RankPool]:
+    """Two rank processes, on two GPUs or on the only one, see cp_shared_kv.testing.one_gpu."""
+    if missing := missing_for_gpus(1):
+        pytest.skip(missing)
+    with RankPool(2) as pool:
+        yield pool

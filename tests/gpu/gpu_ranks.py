@@ -21,7 +21,7 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer, gpu_buffer, why_not_mapped
-from cp_shared_kv.reads import index_pieces, peer_reader
+from cp_shared_kv.reads import index_pieces, peer_reader, symmetric_scratch
 from cp_shared_kv.reads.forward_kv import ForwardKV, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import TorchGroup
@@ -34,6 +34,12 @@ from cp_shared_kv.reads.read_ahead import ReadAhead, StreamLane
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
+from cp_shared_kv.testing.one_gpu import (
+    MappedInstead,
+    gpu_of,
+    nccl_process_group,
+    shares_a_gpu,
+)
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF
@@ -44,7 +50,6 @@ SCRATCH_BYTES = 1 << 26
 BLOCK_PIECE = 8
 BLOCK_TOKENS = BLOCK_PIECE + 2 * PAGE_SIZE
 """Of most prefixes of a story only a part."""
-_nccl: dict[int, TorchGroup] = {}
 
 
 class PoisonedScratch(Scratch):
@@ -98,18 +103,8 @@ class Mode:
         return self.scratch.taken[f"{kind} pages"].view(-1, self.pool.spec.page_bytes(kind))
 
 
-def gpu_of(context: RankContext) -> torch.device:
-    torch.cuda.set_device(context.rank)
-    return torch.device("cuda", context.rank)
-
-
 def nccl_of(context: RankContext) -> TorchGroup:
-    """The call's ranks over NCCL; made once, since each group has buffers of its own."""
-    if context.size not in _nccl:
-        group = dist.new_group(list(range(context.size)), backend="nccl")
-        assert isinstance(group, dist.ProcessGroup)
-        _nccl[context.size] = TorchGroup(group)
-    return _nccl[context.size]
+    return TorchGroup(nccl_process_group(context))
 
 
 def make_spec(latent_name: str, index_name: str) -> KVPoolSpec:
@@ -124,8 +119,13 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
     device, nbytes = gpu_of(context), spec.pool_bytes(physical_pages)
     replicated_pages = physical_pages * context.size
 
+    nccl = nccl_of(context)
+    made_like = SymmetricBuffer
+    if shares_a_gpu(context):
+        made_like = symmetric_scratch.SymmetricBuffer = MappedInstead
+
     def shared_pool() -> KVPool:
-        buffer = SymmetricBuffer.create(nbytes, context.process_group, device)
+        buffer = made_like.create(nbytes, context.process_group, device)
         buffer.tensor.fill_(POISON)
         return KVPool(spec, physical_pages, buffer)
 
@@ -170,7 +170,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
         reader = push if pushes else PeerPullReader(context.rank, pool)
         return Mode(pool, layout, reader, written_to, ahead=ReadAhead(lane))
 
-    full_view = FullViewReader(nccl_of(context), gathered, gather_scratch)
+    full_view = FullViewReader(nccl, gathered, gather_scratch)
     return {
         "replicated": Mode(
             replicated,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
@@ -18,6 +17,7 @@ from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
 from cp_shared_kv.reads.read_ahead import LayerPages, StreamLane
+from cp_shared_kv.testing.one_gpu import gpu_of, nccl_process_group
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF
@@ -25,32 +25,20 @@ LAYERS = 6
 PHYSICAL_PAGES = 300
 PAGE_SIZE = 64
 TOKENS = 400 * PAGE_SIZE
-_nccl: dict[int, dist.ProcessGroup] = {}
-
-
-def nccl_of(context: RankContext) -> dist.ProcessGroup:
-    """The call's ranks over NCCL; made once, since each group has buffers of its own."""
-    if torch.cuda.device_count() < context.size:
-        # NCCL refuses two ranks on a GPU, but for those of two hosts, and then goes over sockets.
-        os.environ |= {"NCCL_HOSTID": f"rank-{context.rank}", "NCCL_SOCKET_IFNAME": "lo"}
-    if context.size not in _nccl:
-        group = dist.new_group(list(range(context.size)), backend="nccl")
-        assert isinstance(group, dist.ProcessGroup)
-        _nccl[context.size] = group
-    return _nccl[context.size]
 
 
 def check_layers(context: RankContext, latent: str) -> dict[str, Any]:
     """Forwards over a mapped pool, two layers in scratch; every layer as its owners wrote it."""
-    device = torch.device("cuda", context.rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    device = gpu_of(context)
     spec = KVPoolSpec(
         latent_format(latent, kv_lora_rank=512, qk_rope_head_dim=64, page_size=PAGE_SIZE),
         index_format("fp8_scaled", index_head_dim=128, page_size=PAGE_SIZE),
         LAYERS,
         tuple(range(LAYERS)),
     )
-    buffer = MappedBuffer.create(spec.pool_bytes(PHYSICAL_PAGES), nccl_of(context), device)
+    buffer = MappedBuffer.create(
+        spec.pool_bytes(PHYSICAL_PAGES), nccl_process_group(context), device
+    )
     zero_before = not buffer.tensor.any()
     pool = KVPool(spec, PHYSICAL_PAGES, buffer)
     layout = CpSharedKVLayout(PAGE_SIZE, context.size, context.rank, physical_pages=PHYSICAL_PAGES)
@@ -98,7 +86,7 @@ def _expected(
     """The plan's pages, by all-gather of whole layers."""
     mine = pool.pages(kind, layer).contiguous()
     everybody = [torch.empty_like(mine) for _ in range(context.size)]
-    dist.all_gather(everybody, mine, group=nccl_of(context))
+    dist.all_gather(everybody, mine, group=nccl_process_group(context))
     parts = [
         everybody[owner][plan.physical_pages[plan.owner_range(owner)].to(mine.device)]
         for owner in range(context.size)

@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from cp_shared_kv.testing.gpu import missing_for_gpus
 from cp_shared_kv.testing.rank_pool import RankPool
 
 pytestmark = pytest.mark.gpu
 
 RANKS_FILE = Path(__file__).with_name("mapped_ranks.py")
-
-
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[RankPool]:
-    """Two rank processes, on two GPUs or on the only one."""
-    if missing := missing_for_gpus(1):
-        pytest.skip(missing)
-    with RankPool(2) as pool:
-        yield pool
 
 
 @pytest.mark.parametrize("latent", ["bf16", "fp8_ds_mla"])

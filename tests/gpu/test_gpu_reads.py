@@ -26,9 +26,9 @@ def long_story() -> list[list[dict[str, object]]]:
 @pytest.mark.parametrize("formats", FORMATS, ids="+".join)
 @pytest.mark.parametrize("split", ["in-seq-split", "round-robin-split"])
 def test_every_read_gives_the_bytes_once_written(
-    gpu_ranks: RankPool, formats: list[str], split: str
+    ranks: RankPool, formats: list[str], split: str
 ) -> None:
-    for result in gpu_ranks.run(
+    for result in ranks.run(
         f"{RANKS_FILE}:check_story",
         timeout_seconds=120,
         formats=formats,
@@ -44,8 +44,8 @@ def test_every_read_gives_the_bytes_once_written(
         assert pages["pull ahead"] == pages["push ahead"] == pages["pull"]
 
 
-def test_a_rank_that_lags_behind_on_its_gpu_is_waited_for(gpu_ranks: RankPool) -> None:
-    for result in gpu_ranks.run(
+def test_a_rank_that_lags_behind_on_its_gpu_is_waited_for(ranks: RankPool) -> None:
+    for result in ranks.run(
         f"{RANKS_FILE}:check_story",
         timeout_seconds=120,
         formats=FORMATS[0],
@@ -57,8 +57,8 @@ def test_a_rank_that_lags_behind_on_its_gpu_is_waited_for(gpu_ranks: RankPool) -
         assert result["wrong"] == []
 
 
-def test_if_no_rank_waited_the_lag_would_show(gpu_ranks: RankPool) -> None:
-    results = gpu_ranks.run(
+def test_if_no_rank_waited_the_lag_would_show(ranks: RankPool) -> None:
+    results = ranks.run(
         f"{RANKS_FILE}:check_story",
         timeout_seconds=120,
         formats=FORMATS[0],
