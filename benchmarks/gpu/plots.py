@@ -137,6 +137,50 @@ def draw_time_to_first_token() -> None:
     _save(figure, axes[0], "time-to-first-token")
 
 
+def draw_kernels() -> None:
+    """Our kernels' speed as a part of DeepGEMM's and FlashMLA's."""
+    from matplotlib import pyplot
+
+    scores = newest("gpu_index_scores")["summary_seconds"]
+    attention = newest("gpu_attention")["summary_seconds"]
+    figure, axes = pyplot.subplots(1, 2, figsize=(10, 4), sharey=True)
+    for axis in axes:
+        axis.axhline(1.0, color="black", linewidth=1, label="DeepGEMM, FlashMLA")
+        axis.axhline(0.5, color="black", linewidth=1, linestyle=":", label="goal: 0.5")
+    _ratios(
+        axes[0], scores, "queries", "DeepGEMM", {"e4m3": "Triton, e4m3", "bf16": "Triton, bf16"}
+    )
+    axes[0].set_title("index scores, DeepGEMM = 1")
+    for form in ("fp8", "bf16"):
+        _ratios(axes[1], attention, "tokens", f"{form}, FlashMLA", {form: f"{form}, Triton"})
+    axes[1].set_title("attention to 2048 rows a token, FlashMLA = 1")
+    axes[0].set_ylabel("speed of our kernel")
+    axes[0].set_yscale("log", base=2)
+    axes[0].set_yticks([0.25, 0.5, 1, 2, 4], ["0.25", "0.5", "1", "2", "4"])
+    _save(figure, axes[0], "kernels")
+
+
+def _ratios(axis: Axes, found: dict[str, Any], of: str, peer: str, ways: dict[str, str]) -> None:
+    """One line for each way and number of keys or rows, over the queries or tokens of a call."""
+    for name, way in ways.items():
+        for kilo, line in ((128, "-"), (1024, "--")):
+            counts = sorted(
+                int(case.split()[0]) for case in found if case.endswith(f" {of}, {kilo} K: {way}")
+            )
+            ratios = [
+                found[f"{count} {of}, {kilo} K: {peer}"]["median"]
+                / found[f"{count} {of}, {kilo} K: {way}"]["median"]
+                for count in counts
+            ]
+            color = {"e4m3": "#0b6e4f", "fp8": "#0b6e4f", "bf16": "#2274a5"}[name]
+            label = f"{'fp8' if name == 'e4m3' else name}, {'1 M' if kilo == 1024 else '128 K'}"
+            axis.plot(counts, ratios, line, color=color, marker="o", label=label)
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([64, 256, 1024, 4096], ["64", "256", "1024", "4096"])
+    axis.set_xlabel(f"{of} in a call")
+    axis.grid(alpha=0.3)
+
+
 def _over_tokens(axis: Axes, tokens: list[int], title: str) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(tokens, [f"{count >> 10} K" for count in tokens])
@@ -160,3 +204,4 @@ if __name__ == "__main__":
     draw_full_prefix()
     draw_selected_rows()
     draw_time_to_first_token()
+    draw_kernels()
