@@ -6,10 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from cp_shared_kv.errors import CapacityError, CpkvError, StartupError
+from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
+from cp_shared_kv.memory.process_bytes import raise_if_any_failed
 from cp_shared_kv.memory.symmetric_buffers import gpu_buffer
 from cp_shared_kv.reads.group import CPGroup, GpuGroup
 
@@ -103,11 +104,6 @@ class RankPools:
 
 
 def _agree(group: CPGroup, failure: CpkvError | None, what: str) -> None:
-    """Every rank learns whether all succeeded; each raises its own reason, or names the ranks."""
     flags = torch.empty((group.cp_size, 1), dtype=torch.uint8)
     group.all_gather_bytes(torch.tensor([failure is not None], dtype=torch.uint8), flags)
-    if failure is not None:
-        raise failure
-    failed = flags.flatten().nonzero().flatten().tolist()
-    if failed:
-        raise StartupError(f"another rank could not {what}", value=f"ranks {failed}")
+    raise_if_any_failed(failure, [bool(flag) for flag in flags.flatten()], what)

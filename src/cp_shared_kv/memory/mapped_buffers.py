@@ -8,9 +8,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 
-from cp_shared_kv.errors import StartupError
 from cp_shared_kv.memory.cuda_ipc import HANDLE_BYTES, CudaIpcBuffer, CudaIpcMapping
-from cp_shared_kv.memory.process_bytes import all_gather_bytes
+from cp_shared_kv.memory.process_bytes import all_gather_bytes, raise_if_any_failed
 
 
 class MappedBuffer:
@@ -90,10 +89,5 @@ class MappedBuffer:
 def _agree(
     failure: Exception | None, what: str, process_group: dist.ProcessGroup, device: torch.device
 ) -> None:
-    """Every rank learns whether all succeeded; each raises its own reason, or names the ranks."""
     flags = all_gather_bytes(bytes([failure is not None]), process_group, device)
-    if failure is not None:
-        raise failure
-    failed = [rank for rank, flag in enumerate(flags) if flag[0]]
-    if failed:
-        raise StartupError(f"another rank could not {what}", value=f"ranks {failed}")
+    raise_if_any_failed(failure, [flag != b"\0" for flag in flags], what)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
+
+from cp_shared_kv.errors import StartupError
 
 
 def all_gather_bytes(
@@ -15,3 +19,14 @@ def all_gather_bytes(
     parts = [torch.empty_like(local) for _ in range(process_group.size())]
     dist.all_gather(parts, local, group=process_group)
     return [bytes(part.tolist()) for part in parts]
+
+
+def raise_if_any_failed(
+    failure: Exception | None, failed_by_rank: Sequence[bool], what: str
+) -> None:
+    """On every rank, once all know of each: its own reason, or which others could not do it."""
+    if failure is not None:
+        raise failure
+    failed = [rank for rank, has_failed in enumerate(failed_by_rank) if has_failed]
+    if failed:
+        raise StartupError(f"another rank could not {what}", value=f"ranks {failed}")
