@@ -12,7 +12,6 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
@@ -21,7 +20,7 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.page_format import PAGE_KINDS, PageKind
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer, gpu_buffer, why_not_mapped
-from cp_shared_kv.reads import index_pieces, peer_reader, symmetric_scratch
+from cp_shared_kv.reads import index_pieces, peer_reader
 from cp_shared_kv.reads.forward_kv import ForwardKV, SparseReads
 from cp_shared_kv.reads.full_view import FullViewReader
 from cp_shared_kv.reads.group import TorchGroup
@@ -34,12 +33,7 @@ from cp_shared_kv.reads.read_ahead import ReadAhead, StreamLane
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 from cp_shared_kv.reads.symmetric_scratch import SymmetricScratch
-from cp_shared_kv.testing.one_gpu import (
-    MappedInstead,
-    gpu_of,
-    nccl_process_group,
-    shares_a_gpu,
-)
+from cp_shared_kv.testing.one_gpu import gpu_of, nccl_process_group, peer_memory
 from cp_shared_kv.testing.rank_process import RankContext
 
 POISON = 0xFF
@@ -67,10 +61,9 @@ class PoisonedScratch(Scratch):
 class PoisonedSymmetricScratch(PoisonedScratch, SymmetricScratch):
     """The same, for scratch that peers write to."""
 
-    def __init__(
-        self, limit_bytes: int, process_group: dist.ProcessGroup, device: torch.device
-    ) -> None:
-        SymmetricScratch.__init__(self, limit_bytes, process_group, device)
+    def __init__(self, limit_bytes: int, context: RankContext, device: torch.device) -> None:
+        memory, process_group = peer_memory(context)
+        SymmetricScratch.__init__(self, limit_bytes, process_group, device, memory)
         self.taken = {}
 
 
@@ -120,12 +113,10 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
     replicated_pages = physical_pages * context.size
 
     nccl = nccl_of(context)
-    made_like = SymmetricBuffer
-    if shares_a_gpu(context):
-        made_like = symmetric_scratch.SymmetricBuffer = MappedInstead
+    memory, process_group = peer_memory(context)
 
     def shared_pool() -> KVPool:
-        buffer = made_like.create(nbytes, context.process_group, device)
+        buffer = memory.create(nbytes, process_group, device)
         buffer.tensor.fill_(POISON)
         return KVPool(spec, physical_pages, buffer)
 
@@ -137,7 +128,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
     )
     pulled, pushed, either, gathered = (shared_pool() for _ in range(4))
     symmetric, symmetric_too = (
-        PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device) for _ in range(2)
+        PoisonedSymmetricScratch(SCRATCH_BYTES, context, device) for _ in range(2)
     )
     scratch, gather_scratch = (PoisonedScratch(SCRATCH_BYTES, device) for _ in range(2))
     push = PeerPushReader(context.rank, pushed, symmetric)
@@ -156,7 +147,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
             rows = SelectedRowsReader(pull, context.size, pool, its_scratch)
             ahead, sparse = ReadAhead(StreamLane(device)), SparseReads(rows, most_tokens)
             return Mode(pool, layout, pull, its_scratch, sparse, ahead)
-        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device)
+        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context, device)
         reader = PeerReader(pull, PeerPushReader(context.rank, pool, written_to))
         rows = SelectedRowsReader(pull, context.size, pool, written_to)
         turns = count()
@@ -165,7 +156,7 @@ def make_modes(context: RankContext, spec: KVPoolSpec, physical_pages: int) -> d
 
     def a_layer_ahead(pushes: bool) -> Mode:
         pool, lane = shared_pool(), StreamLane(device)
-        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context.process_group, device)
+        written_to = PoisonedSymmetricScratch(SCRATCH_BYTES, context, device)
         push = PeerPushReader(context.rank, pool, written_to)
         reader = push if pushes else PeerPullReader(context.rank, pool)
         return Mode(pool, layout, reader, written_to, ahead=ReadAhead(lane))

@@ -90,6 +90,7 @@ def test_gpus_that_do_not_suit_are_refused_with_what_to_do() -> None:
     check_gpus(config(), spec, some_gpus(2))
     with pytest.raises(ConfigError, match=r"GPU of its own.*sees 1 GPU;.*CUDA_VISIBLE_DEVICES"):
         check_gpus(config(), spec, some_gpus(1))
+    check_gpus(config(ranks_share_gpus=True), spec, some_gpus(1))
     old = [*some_gpus(1), GPU("Tesla V100", (7, 0), GIB, GIB)]
     with pytest.raises(ConfigError, match=r"Tesla V100, compute capability 7.0.*8.0 or more"):
         check_gpus(config(), spec, old)

@@ -67,7 +67,7 @@ def test_hopper_is_refused_with_the_reason(
 def test_a_choice_that_cannot_run_is_refused_before_any_process_starts(tmp_path: Path) -> None:
     make_tiny_checkpoint(tmp_path / "model", ModelShape(), seed=0)
     flags: dict[str, Any] = {"model_path": tmp_path / "model", "attention_ops": "hopper"}
-    with pytest.raises(ConfigError, match="--attention-ops hopper computes on GPUs: --device cpu"):
+    with pytest.raises(ConfigError, match="--attention-ops hopper is for GPUs: --device cpu"):
         EngineConfig(**flags)
     with pytest.raises(ConfigError, match="hopper computes in bfloat16, and the model in: float32"):
         describe_model(EngineConfig(**flags, device="cuda"))

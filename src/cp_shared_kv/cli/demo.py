@@ -62,7 +62,8 @@ def demo(
     disaggregation_transfer_backend
         What carries KV pages from prefill to decode; mooncake needs the extra of that name.
     device
-        Where the ranks and the decode worker compute and keep KV; cuda takes two GPUs.
+        Where the ranks and the decode worker compute and keep KV; cuda takes two
+        GPUs, or has the ranks share the only one.
     flip_byte
         Damage one byte of one page of the replay, to see that the comparison notices.
     """
@@ -75,6 +76,7 @@ def demo(
             served_model_name="demo",
             port=0,
             device=device,
+            ranks_share_gpus=device == "cuda",
             attention_context_parallel_size=cp_size,
             enable_nsa_prefill_context_parallel=True,
             enable_nsa_prefill_cp_shared_kv=True,

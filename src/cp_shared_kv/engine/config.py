@@ -65,6 +65,9 @@ class EngineConfig:
     """Where the ranks and decode workers compute and keep KV: on the CPU, or each rank on a GPU of
     its own; decode workers take further GPUs, or share them."""
 
+    ranks_share_gpus: bool = False
+    """Let the ranks of a group share GPUs where there are too few: to try things out, slowly."""
+
     dtype: Dtype = "auto"
     """Compute type of the model; auto takes the checkpoint's, with bfloat16 for its float16."""
 
@@ -313,18 +316,17 @@ class EngineConfig:
                 allowed="auto",
                 change="add --enable-nsa-prefill-cp-shared-kv or drop --kv-read",
             )
-        if self.attention_ops in ("triton", "hopper") and self.device != "cuda":
-            raise ConfigError(
-                f"--attention-ops {self.attention_ops} computes on GPUs",
-                value=f"--device {self.device}",
-                change="add --device cuda, or use --attention-ops auto",
-            )
-        if self.kv_read == "push" and self.device != "cuda":
-            raise ConfigError(
-                "--kv-read push writes to the memory of other GPUs",
-                value=f"--device {self.device}",
-                change="add --device cuda, or use --kv-read auto",
-            )
+        for setting, is_set in (
+            (f"--attention-ops {self.attention_ops}", self.attention_ops in ("triton", "hopper")),
+            ("--kv-read push", self.kv_read == "push"),
+            ("--ranks-share-gpus", self.ranks_share_gpus),
+        ):
+            if is_set and self.device != "cuda":
+                raise ConfigError(
+                    f"{setting} is for GPUs",
+                    value=f"--device {self.device}",
+                    change="add --device cuda, or drop it",
+                )
         if self.kv_scratch_tokens is not None and self.resolved_kv_read not in READ_IN_BLOCKS:
             raise ConfigError(
                 "--kv-scratch-tokens bounds what is read in blocks, and whole prefixes are read",

@@ -62,13 +62,13 @@ def look_at_gpus() -> list[GPU]:
 
 def check_gpus(config: EngineConfig, spec: KVPoolSpec, gpus: list[GPU]) -> None:
     """Refuse what these GPUs cannot run, before any process starts."""
-    if len(gpus) < config.cp_size:
+    if len(gpus) < config.cp_size and not config.ranks_share_gpus:
         raise ConfigError(
             "each rank of a group needs a GPU of its own",
             value=f"--attention-context-parallel-size {config.cp_size}, and torch sees "
             f"{len(gpus)} GPU{'s' if len(gpus) > 1 else ''}",
             change="lower --attention-context-parallel-size, or show more GPUs in "
-            "CUDA_VISIBLE_DEVICES",
+            "CUDA_VISIBLE_DEVICES; to try things out, slowly: --ranks-share-gpus",
         )
     old = [gpu for gpu in gpus if gpu.capability < NEEDED_CAPABILITY]
     if old:

@@ -17,7 +17,7 @@ def gpu_index(config: EngineConfig, gpus: int, unit_index: int, rank: int | None
     """The GPU of a rank of that prefill group, or (rank None) of that decode worker.
 
     Ranks take the first ones, group after group, and decode workers go on from there; past the last
-    GPU it begins again with the first. The ranks of a group never share one.
+    GPU it begins again with the first. The ranks of a group share one only if they may.
     """
     if rank is not None:
         return (unit_index * config.cp_size + rank) % gpus

@@ -9,6 +9,7 @@ import torch
 from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer, SharedMemoryBuffer
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.pool import KVPool, KVPoolSpec
 from cp_shared_kv.memory.process_bytes import raise_if_any_failed
 from cp_shared_kv.memory.symmetric_buffers import gpu_buffer
@@ -83,7 +84,11 @@ class RankPools:
                 change="lower --max-total-tokens",
             )
         _agree(group, failure, "make its pool")
-        buffer = gpu_buffer(nbytes, group.host_process_group, device)
+        buffer: Buffer
+        if group.ranks_share_gpus:
+            buffer = MappedBuffer.create(nbytes, group.gpu_process_group, device)
+        else:
+            buffer = gpu_buffer(nbytes, group.host_process_group, device)
         pool = KVPool(spec, physical_pages, buffer)
         return cls(layout, pool, [pool])
 

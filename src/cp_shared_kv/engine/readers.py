@@ -7,6 +7,8 @@ from typing import NamedTuple
 from cp_shared_kv.engine.config import KVReader
 from cp_shared_kv.engine.rank_pools import RankPools
 from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.memory.buffers import PrivateBuffer
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
 from cp_shared_kv.reads.cheaper_read import CheaperRead
 from cp_shared_kv.reads.forward_kv import SparseReads
@@ -71,7 +73,7 @@ def make_reader(
         if kv_read == "collective":
             return KVReads(FullViewReader(group, pool, scratch), scratch)
         return KVReads(LocalReader(), scratch)
-    if kv_read == "cheapest" and not isinstance(pool.buffer, SymmetricBuffer):
+    if kv_read == "cheapest" and isinstance(pool.buffer, PrivateBuffer):
         if in_blocks:
             raise ConfigError(
                 "--kv-scratch-tokens on GPUs that cannot read each other's memory",
@@ -88,7 +90,12 @@ def make_reader(
     ahead = ReadAhead(StreamLane(device), most_pages)
     if kv_read in ("push", "cheapest"):
         assert isinstance(group, GpuGroup), "a rank on a GPU has the group for it"
-        written_to = SymmetricScratch(scratch_limit_bytes, group.host_process_group, device)
+        written_to = SymmetricScratch(
+            scratch_limit_bytes,
+            group.gpu_process_group if group.ranks_share_gpus else group.host_process_group,
+            device,
+            MappedBuffer if group.ranks_share_gpus else SymmetricBuffer,
+        )
         push = PeerPushReader(group.cp_rank, pool, written_to)
         if kv_read == "push":
             return KVReads(push, written_to, ahead=ahead)

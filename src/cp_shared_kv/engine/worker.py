@@ -208,9 +208,15 @@ def make_group(spec: RunSpec, life: Life, rank: int, device: torch.device) -> CP
     assert group is not None
     if device.type == "cpu":
         return TorchGroup(group)
+    ranks_share_gpus = torch.cuda.device_count() < spec.limits.cp_size
+    if ranks_share_gpus:
+        # NCCL refuses two ranks on a GPU, unless it takes them for two hosts.
+        os.environ |= {"NCCL_HOSTID": f"{life}-rank-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
+        if rank == 0:
+            logger.warning("the ranks share GPUs: right answers, and times that say nothing")
     gpus = dist.new_group(list(range(spec.limits.cp_size)), backend="nccl")
     assert isinstance(gpus, dist.ProcessGroup)
-    return GpuGroup(group, gpus)
+    return GpuGroup(group, gpus, ranks_share_gpus=ranks_share_gpus)
 
 
 def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:

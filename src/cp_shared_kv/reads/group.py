@@ -51,14 +51,20 @@ class TorchGroup:
 class GpuGroup(TorchGroup):
     """A CP group whose bytes in host memory go over one process group, those on GPUs over NCCL."""
 
-    def __init__(self, host: dist.ProcessGroup, gpus: dist.ProcessGroup) -> None:
+    def __init__(
+        self, host: dist.ProcessGroup, gpus: dist.ProcessGroup, *, ranks_share_gpus: bool = False
+    ) -> None:
         super().__init__(host)
         self.host_process_group = host
-        self._gpus = gpus
+        self.gpu_process_group = gpus
+        self.ranks_share_gpus = ranks_share_gpus
+        """Whether there are fewer GPUs than ranks, so that symmetric memory cannot be had."""
 
     def all_gather_bytes(self, local: torch.Tensor, out: torch.Tensor) -> None:
         getattr(dist, _ALL_GATHER)(
-            out.view(-1), local, group=self._gpus if local.is_cuda else self.host_process_group
+            out.view(-1),
+            local,
+            group=self.gpu_process_group if local.is_cuda else self.host_process_group,
         )
 
     def barrier(self) -> None:

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
 from cp_shared_kv.reads.scratch import Scratch
 
@@ -18,11 +19,17 @@ class SymmetricScratch(Scratch):
     """
 
     def __init__(
-        self, limit_bytes: int, process_group: dist.ProcessGroup, device: torch.device
+        self,
+        limit_bytes: int,
+        process_group: dist.ProcessGroup,
+        device: torch.device,
+        memory: type[SymmetricBuffer | MappedBuffer] = SymmetricBuffer,
     ) -> None:
+        """process_group: one that such memory is made over, see there."""
         super().__init__(limit_bytes, device)
         self._process_group = process_group
-        self._symmetric: list[SymmetricBuffer] = []
+        self._memory = memory
+        self._symmetric: list[SymmetricBuffer | MappedBuffer] = []
 
     def peer_distances_bytes(self, taken: torch.Tensor) -> tuple[int, ...]:
         """For each rank, from a part of what was taken here to the same part of its scratch.
@@ -47,9 +54,9 @@ class SymmetricScratch(Scratch):
         torch.cuda.synchronize(self._device)
         dist.barrier(self._process_group)
         self._symmetric = [b for b in self._symmetric if self._holds(b)]
-        buffer = SymmetricBuffer.create(nbytes, self._process_group, self._device)
+        buffer = self._memory.create(nbytes, self._process_group, self._device)
         self._symmetric.append(buffer)
         return buffer.tensor
 
-    def _holds(self, buffer: SymmetricBuffer) -> bool:
+    def _holds(self, buffer: SymmetricBuffer | MappedBuffer) -> bool:
         return any(buffer.tensor is held for held in self._buffers.values())

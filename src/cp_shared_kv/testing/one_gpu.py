@@ -7,12 +7,12 @@ torch's symmetric memory refuses them always; what CUDA maps between processes s
 from __future__ import annotations
 
 import os
-from typing import Self
 
 import torch
 import torch.distributed as dist
 
 from cp_shared_kv.memory.mapped_buffers import MappedBuffer
+from cp_shared_kv.memory.symmetric_buffers import SymmetricBuffer
 from cp_shared_kv.testing.rank_process import RankContext
 
 _nccl: dict[int, dist.ProcessGroup] = {}
@@ -41,9 +41,10 @@ def nccl_process_group(context: RankContext) -> dist.ProcessGroup:
     return _nccl[context.size]
 
 
-class MappedInstead(MappedBuffer):
-    """In the place of a SymmetricBuffer, made like one."""
-
-    @classmethod
-    def create(cls, nbytes: int, process_group: dist.ProcessGroup, device: torch.device) -> Self:
-        return super().create(nbytes, _nccl[process_group.size()], device)
+def peer_memory(
+    context: RankContext,
+) -> tuple[type[SymmetricBuffer | MappedBuffer], dist.ProcessGroup]:
+    """What ranks read in each other's place here, and the group that it is made over."""
+    if shares_a_gpu(context):
+        return MappedBuffer, nccl_process_group(context)
+    return SymmetricBuffer, context.process_group
