@@ -16,10 +16,12 @@ import ctypes
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from multiprocessing.connection import Connection
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -138,8 +140,17 @@ class TransportPeer:
         )
 
     def stop(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP, and wait until no thread of it runs: on a busy machine one may go on a while."""
         os.kill(self.pid, signal.SIGSTOP)
+        deadline = time.monotonic() + REPLY_SECONDS
+        while not self._is_stopped():
+            assert time.monotonic() < deadline, "SIGSTOP stops a process"
+            time.sleep(0.001)
+
+    def _is_stopped(self) -> bool:
+        states = Path(f"/proc/{self.pid}/task").glob("*/stat")
+        # After the name in brackets, which may hold anything.
+        return all(state.read_text().rpartition(")")[2].split()[0] == "T" for state in states)
 
     def resume(self) -> None:
         """SIGCONT."""
