@@ -83,7 +83,7 @@ class DecodeWorker:
         self._epoch = time.time_ns()
         self._model: ModelDescription = describe_model(config)
         device = set_up_device(config, life, None)
-        self._transformer = load_transformer(config, self._model, device)
+        self._transformer, _ = load_transformer(config, self._model, device)
         capacity = limits.decode_capacity
         self._pages = capacity.physical_pages
         pool_spec = self._model.pool_spec

@@ -73,11 +73,12 @@ def describe_model(config: EngineConfig) -> ModelDescription:
 
 def load_transformer(
     config: EngineConfig, model: ModelDescription, device: torch.device
-) -> Transformer:
-    """The model with its weights on a device, and a line in the log that says how it computes."""
+) -> tuple[Transformer, str]:
+    """The model with its weights on a device, and what its attention is computed by, which the log
+    says, too."""
     name, ops = ops_for(config.attention_ops, device, model.compute_dtype, model.config)
     logger.info("attention by %s on %s", name, device.type)
-    return Transformer.load(config.model_path, model.compute_dtype, ops, device)
+    return Transformer.load(config.model_path, model.compute_dtype, ops, device), name
 
 
 def compute_dtype(chosen: Dtype, checkpoint_dtype: str | None) -> torch.dtype:

@@ -31,6 +31,7 @@ from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, loa
 from cp_shared_kv.engine.placement import set_up_device
 from cp_shared_kv.engine.rank_epoch import RankEpoch
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.same_ops import require_same_ops
 from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.engine.side_calls import SideCalls, ThreadEach
 from cp_shared_kv.engine.transfer_ends import rank_transport
@@ -224,8 +225,10 @@ def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
     config = spec.engine_config()
     device = set_up_device(config, life, rank)
     model = describe_model(config)
-    transformer = load_transformer(config, model, device)
-    worker = RankWorker(spec, life, model, transformer, make_group(spec, life, rank, device))
+    transformer, ops_name = load_transformer(config, model, device)
+    group = make_group(spec, life, rank, device)
+    require_same_ops(group, ops_name)
+    worker = RankWorker(spec, life, model, transformer, group)
     worker.controller.send(encode(RankReady(rank=rank)))
     link.report("ready")
     next_look_seconds = time.monotonic() + RESEND_SECONDS
