@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check types unit format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: help run serve test check lint types unit beside format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -20,20 +20,30 @@ run: $(VENV)/.engine ## the main job: a prompt larger than one rank, end to end,
 serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="..." adds flags
 	@$(BIN)/cpkv serve --model-path demo --enable-metrics $(ARGS)
 
-test: check ## everything that needs no GPU
-	$(BIN)/python -m pytest -m "not gpu and not soak" --ignore tests/unit --ignore tests/property $(ARGS)
+test: lint ## everything that needs no GPU
+	@$(MAKE) --no-print-directory -j2 unit beside
+	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit tests/property $(BESIDE)) $(ARGS)
 
-check: $(VENV)/.dev ## format, lint, types, layers, unit and property tests: under two minutes
+check: lint ## format, lint, types, layers, unit and property tests
+	@$(MAKE) --no-print-directory -j2 types unit
+
+# The parts of these two, of their own only so that both cores are used.
+NO_GPU := -m "not gpu and not soak"
+BESIDE := tests/kernels tests/docs
+
+lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
-	@$(MAKE) --no-print-directory -j2 --output-sync=target types unit
 
-types: $(VENV)/.dev # of their own only so that they use both cores
+types: $(VENV)/.dev
 	$(BIN)/pyright
 
 unit: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/unit tests/property
+
+beside: types
+	$(BIN)/python -m pytest $(NO_GPU) $(BESIDE)
 
 format: $(VENV)/.dev ## rewrite the sources in the project's format
 	$(BIN)/ruff format .

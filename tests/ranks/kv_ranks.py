@@ -157,15 +157,10 @@ def make_modes(group: CPGroup, shape: Shape) -> dict[str, Mode]:
         scratch = PoisonedScratch(1 << 24)
         own = pools[group.cp_rank]
         modes["pull"] = Mode(own, layout, PullReader(group, pools), scratch)
-        for name, lane in (("early", EagerLane()), ("late", LateLane())):
-            modes[name] = Mode(
-                own,
-                layout,
-                PullReader(group, pools),
-                PoisonedScratch(1 << 24),
-                None,
-                ReadAhead(lane),
-            )
+        # As early as a read ahead may happen, or as late: one of them with each split.
+        lane = EagerLane() if shape.split == "in-seq-split" else LateLane()
+        reader, its_scratch = PullReader(group, pools), PoisonedScratch(1 << 24)
+        modes["ahead"] = Mode(own, layout, reader, its_scratch, None, ReadAhead(lane))
         # All modes write the same bytes, so those of one pool can be read in several ways.
         for name, most_tokens in (("sparse", None), ("blocks", BLOCK_PIECE + 2 * shape.page_size)):
             scratch = PoisonedScratch(1 << 24)
