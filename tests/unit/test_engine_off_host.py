@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -114,7 +113,7 @@ def test_whoever_knows_the_public_half_alone_is_not_heard(
     stranger.curve_publickey, stranger.curve_secretkey = public, secret
     stranger.connect(process.door.address)
     # The door may have closed by now, and then a send would wait for ever.
-    with contextlib.suppress(zmq.Again):
+    with suppress(zmq.Again):
         stranger.send(b"let me in", zmq.NOBLOCK)
     until(lambda: is_lost(stranger))
     assert_only_holders_are_heard(process, keys)
