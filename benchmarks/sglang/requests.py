@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
@@ -33,9 +33,6 @@ class Answer:
     def unreachable(self) -> bool:
         """Whether the server has ended or hangs."""
         return "Timeout" in self.error or "ConnectError" in self.error
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def prompt(seed: int, length: int) -> list[int]:

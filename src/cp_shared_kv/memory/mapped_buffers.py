@@ -59,7 +59,12 @@ class MappedBuffer:
                     peers[rank] = CudaIpcMapping(peer_handle, nbytes, device)
         except Exception as error:
             failure = error
-        _agree(failure, "map its peers' pools", process_group, device)
+        try:
+            _agree(failure, "map its peers' pools", process_group, device)
+        except Exception:
+            for mapping in peers.values():
+                mapping.close()
+            raise
         assert own is not None
         return cls(own, peers, process_group)
 
