@@ -24,20 +24,33 @@ from cp_shared_kv.integrations.sglang.hooks import GUARD, WORKER
 from cp_shared_kv.testing.rank_process import RankContext
 
 GIB = 1 << 30
-LAYERS, CONTEXT, CHUNK = 3, 2048, 512
+LAYERS, DRAFT_LAYERS, CONTEXT, CHUNK = 3, 1, 2048, 512
 
 
 class Runner(mixin.ModelRunnerKVCacheMixin):
     """As much of a ModelRunner as sizing and building look at."""
 
-    def __init__(self, size: int, dtype: torch.dtype, *, flag: bool, limit: int | None) -> None:
+    def __init__(
+        self,
+        size: int,
+        dtype: torch.dtype,
+        *,
+        flag: bool,
+        limit: int | None,
+        drafts: bool = False,
+        target: Runner | None = None,
+    ) -> None:
+        """drafts: whether the server speculates; target: whom this one drafts for."""
         args = ServerArgs(model_path="dummy", **{ATTRIBUTE: flag})
         args.page_size, args.attn_cp_size, args.context_length = 64, size, CONTEXT
         args.chunked_prefill_size, args.max_total_tokens = CHUNK, limit
         args.disaggregation_mode, args.mem_fraction_static = "prefill", 0.9
         set_global_server_args_for_scheduler(args)
         hf = types.SimpleNamespace(
-            architectures=["DeepseekV32ForCausalLM"], index_topk=2048, index_head_dim=128
+            architectures=["DeepseekV32ForCausalLM"],
+            index_topk=2048,
+            index_head_dim=128,
+            num_nextn_predict_layers=DRAFT_LAYERS,
         )
         self.server_args, self.kv_cache_dtype = args, dtype
         self.model_config = types.SimpleNamespace(
@@ -45,11 +58,19 @@ class Runner(mixin.ModelRunnerKVCacheMixin):
         )
         self.device, self.gpu_id, self.page_size, self.dp_size, self.pp_size = "cpu", 0, 64, 1, 1
         self.mem_fraction_static, self.mambaish_config = 0.9, None
-        self.use_mla_backend, self.is_draft_worker, self.enable_hisparse = True, False, False
+        self.use_mla_backend, self.enable_hisparse = True, False
+        self.is_draft_worker = target is not None
         self.is_hybrid_swa = self.is_hybrid_swa_compress = False
-        self.num_effective_layers, self.start_layer, self.end_layer = LAYERS, 0, LAYERS
-        self.spec_algorithm = types.SimpleNamespace(is_none=lambda: True, is_dflash=lambda: False)
+        layers = DRAFT_LAYERS if self.is_draft_worker else LAYERS
+        self.num_effective_layers, self.start_layer, self.end_layer = layers, 0, layers
+        self.spec_algorithm = types.SimpleNamespace(
+            is_none=lambda: not drafts, is_dflash=lambda: False
+        )
         self.req_to_token_pool = self.token_to_kv_pool_allocator = None
+        if target is not None:  # as SGLang's workers are given them
+            self.req_to_token_pool = target.req_to_token_pool
+            self.token_to_kv_pool_allocator = target.token_to_kv_pool_allocator
+            self.memory_pool_config = target.memory_pool_config
         self.forward_stream = None
 
 
@@ -76,16 +97,18 @@ def _hooked() -> None:
 
 
 def build(
-    context: RankContext, dtype: str, flag: bool, free_bytes: int, limit: int | None
+    context: RankContext,
+    dtype: str,
+    flag: bool,
+    free_bytes: int,
+    limit: int | None,
+    drafts: bool = False,
 ) -> dict[str, Any]:
-    """init_memory_pool with that many bytes free: what came of it."""
+    """init_memory_pool with that many bytes free, of a model and its draft: what came of it."""
     _hooked()
-    runner = Runner(
-        context.size,
-        torch.bfloat16 if dtype == "bfloat16" else torch.float8_e4m3fn,
-        flag=flag,
-        limit=limit,
-    )
+    torch_dtype = torch.bfloat16 if dtype == "bfloat16" else torch.float8_e4m3fn
+    runner = Runner(context.size, torch_dtype, flag=flag, limit=limit, drafts=drafts)
+    draft = None
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())
@@ -95,6 +118,11 @@ def build(
     try:
         with _memory(context, free_bytes):
             runner.init_memory_pool(0)
+            if drafts:
+                draft = Runner(
+                    context.size, torch_dtype, flag=flag, limit=limit, drafts=True, target=runner
+                )
+                draft.init_memory_pool(0)
         worker = types.SimpleNamespace(
             max_total_num_tokens=runner.max_total_num_tokens,
             max_prefill_tokens=0,
@@ -123,6 +151,19 @@ def build(
         "scratch_bytes": pool.sharing.scratch.limit_bytes if flag else 0,
         "requests": runner.max_running_requests,
         "lines": lines,
+        "draft": None if draft is None else _draft_built(runner, draft),
+    }
+
+
+def _draft_built(target: Runner, draft: Runner) -> dict[str, Any]:
+    pool = draft.token_to_kv_pool
+    return {
+        "pool": type(pool).__name__,
+        "pool_size": pool.size,
+        "pool_bytes": int(pool.get_kv_size_bytes()),
+        "rows": pool.kv_buffer[0].shape[0],
+        "same scratch": pool.sharing is target.token_to_kv_pool.sharing,
+        "same allocator": draft.token_to_kv_pool_allocator is target.token_to_kv_pool_allocator,
     }
 
 

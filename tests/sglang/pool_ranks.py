@@ -27,9 +27,11 @@ from sglang.srt.mem_cache.memory_pool import NSATokenToKVPool, ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from cp_shared_kv.errors import InvariantError
 from cp_shared_kv.integrations.sglang import reads, writes
 from cp_shared_kv.integrations.sglang.allocator import CPSharedPagedTokenToKVPoolAllocator
-from cp_shared_kv.integrations.sglang.pool import shared_pool
+from cp_shared_kv.integrations.sglang.capacity import ScratchSize
+from cp_shared_kv.integrations.sglang.pool import Sharing, shared_pool
 from cp_shared_kv.integrations.sglang.pools import sharing_over
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.pages import PhysicalPages
@@ -38,7 +40,8 @@ from cp_shared_kv.testing.bitwise import assert_bitwise_equal
 from cp_shared_kv.testing.lanes import EagerLane, LateLane
 from cp_shared_kv.testing.rank_process import RankContext
 
-PAGE, LAYERS, PHYSICAL_PAGES = 64, 2, 10
+PAGE, PHYSICAL_PAGES = 64, 10
+LAYERS, DRAFT_LAYERS = 2, 1
 LORA, ROPE, INDEX = 512, 64, 128
 DTYPES = {"bfloat16": (torch.bfloat16, 576), "fp8_e4m3": (torch.float8_e4m3fn, 656)}
 
@@ -77,12 +80,18 @@ class Engine:
 
 
 def run(
-    context: RankContext, dtype: str, split: str, plan: list[list[list[Any]]], kernels: str
+    context: RankContext,
+    dtype: str,
+    split: str,
+    plan: list[list[list[Any]]],
+    kernels: str,
+    drafts: bool,
 ) -> int:
     """Runs each batch of `plan` on both; a batch lists [request, prefix_len, new_len, donor].
 
     donor: the request whose pages the prefix is, or None. kernels: "interpreted", SGLang's own, a
-    second for a few tokens; or "torch", see fast_kernels.py. Returns how many pages were read.
+    second for a few tokens; or "torch", see fast_kernels.py. drafts: whether each batch
+    is then a draft's, with a pool of its own. Returns how many pages were read.
     """
     args = ServerArgs(model_path="dummy")
     args.enable_nsa_prefill_context_parallel, args.nsa_prefill_cp_mode = True, split
@@ -94,11 +103,11 @@ def run(
         mock.patch.object(dp_attention, "get_attention_dp_size", return_value=1),
         fast_kernels() if kernels == "torch" else contextlib.nullcontext(),
     ):
-        return _Run(context, dtype, kernels).all(plan)
+        return _Run(context, dtype, kernels, drafts).all(plan)
 
 
 class _Run:
-    def __init__(self, context: RankContext, dtype: str, kernels: str) -> None:
+    def __init__(self, context: RankContext, dtype: str, kernels: str, drafts: bool) -> None:
         self.context = context
         self.kernels = kernels
         capacity = KVCapacity(PHYSICAL_PAGES, PAGE, context.size)
@@ -109,18 +118,17 @@ class _Run:
             "kv_lora_rank": LORA,
             "dtype": torch_dtype,
             "qk_rope_head_dim": ROPE,
-            "layer_num": LAYERS,
             "device": "cpu",
             "index_head_dim": INDEX,
             "enable_memory_saver": False,
             "kv_cache_dim": width,
         }
-        sharing = sharing_over(context.process_group, capacity, 64 << 20, torch.device("cpu"))
+        sharing = _sharing(context, capacity)
         # As with pulls between GPUs: here without a stream of their own, yet in the same turns.
         lane = LateLane() if context.size == 2 else EagerLane()
         sharing = dataclasses.replace(sharing, lane=lane)
-        ours = shared_pool(sharing)(capacity.logical_tokens, **settings)
-        stock = NSATokenToKVPool(capacity.logical_tokens, **settings)
+        make = shared_pool(sharing)
+        ours = make(capacity.logical_tokens, layer_num=LAYERS, **settings)
         requests = ReqToTokenPool(8, 2048, "cpu", False)
         self.allocator = CPSharedPagedTokenToKVPoolAllocator(
             capacity.logical_tokens,
@@ -134,9 +142,17 @@ class _Run:
             context.rank,
         )
         self.requests = requests
-        self.ours = Engine(ours, requests, _backend(self.fp8))
-        self.stock = Engine(stock, requests, _backend(self.fp8))
-        self.capacity = capacity
+        self.models: list[tuple[int, Engine, Engine]] = []
+        """Layers, ours and stock: of the model, and of the draft that runs after it."""
+        for layers in (LAYERS, DRAFT_LAYERS) if drafts else (LAYERS,):
+            mine = (
+                ours
+                if layers == LAYERS
+                else make(capacity.logical_tokens, layer_num=layers, **settings)
+            )
+            stock = NSATokenToKVPool(capacity.logical_tokens, layer_num=layers, **settings)
+            engines = [Engine(pool, requests, _backend(self.fp8)) for pool in (mine, stock)]
+            self.models.append((layers, *engines))
         # The same on every rank: each has the whole chunk after SGLang's all-gather.
         self.random = torch.Generator().manual_seed(7)
         # So that requests' pages lie in no order.
@@ -145,25 +161,36 @@ class _Run:
         self.allocator.free(fragments[3 * PAGE : 4 * PAGE])
 
     def all(self, plan: list[list[list[Any]]]) -> int:
-        for batch in plan:
-            self._forward(batch)
-        self._compare_pools()
-        return self.ours.pool.reader.pages_read
+        for spans in plan:
+            batch = self._batch(spans)
+            for model in self.models:
+                self._forward(batch, *model)
+            self._only_the_last_is_in_scratch()
+        for model in self.models:
+            self._compare_pools(*model)
+        return sum(ours.pool.reader.pages_read for _, ours, _ in self.models)
 
-    def _forward(self, spans: list[list[Any]]) -> None:
-        batch = self._batch(spans)
-        for engine in (self.ours, self.stock):
+    def _forward(self, batch: Any, layers: int, ours: Engine, stock: Engine) -> None:
+        for engine in (ours, stock):
             engine.begin(batch)
-        ours, stock = self.ours.backend.forward_metadata, self.stock.backend.forward_metadata
         rows = len(batch.out_cache_loc)
-        for layer in range(LAYERS):
+        for layer in range(layers):
             key = self._random(rows, INDEX)
             nope, rope = self._random(rows, 1, LORA), self._random(rows, 1, ROPE)
-            for engine in (self.ours, self.stock):
+            for engine in (ours, stock):
                 engine.store_index(batch, layer, key)
                 engine.store_latent(batch, layer, nope, rope)
             self._compare_index(layer, ours, stock)
             self._compare_latent(layer, ours, stock)
+
+    def _only_the_last_is_in_scratch(self) -> None:
+        """The model's pool refuses reads once the draft's batch has taken its place in scratch."""
+        for _, ours, _ in self.models[:-1]:
+            try:
+                ours.pool.get_key_buffer(0)
+            except InvariantError:
+                continue
+            raise AssertionError("a pool read scratch that another pool's batch is in")
 
     def _batch(self, spans: list[list[Any]]) -> Any:
         prefix = [int(span[1]) for span in spans]
@@ -207,32 +234,36 @@ class _Run:
             token_to_kv_pool=None,
         )
 
-    def _compare_index(self, layer: int, ours: Any, stock: Any) -> None:
+    def _compare_index(self, layer: int, our_engine: Engine, stock_engine: Engine) -> None:
         """Every way in which the indexer reads: by request, by half a request, all at once."""
+        ours, stock = our_engine.backend.forward_metadata, stock_engine.backend.forward_metadata
         lengths = stock.indexer_seq_lens_cpu.tolist()
         for i, length in enumerate(lengths):
             # In-seq-split reads twice a layer, as far as this rank's segments see.
             for seen in {length, max(1, length * (self.context.rank + 1) // self.context.size)}:
                 for method in ("get_index_k_continuous", "get_index_k_scale_continuous"):
-                    got = getattr(self.ours.pool, method)(layer, seen, ours.real_page_table[i])
-                    wanted = getattr(self.stock.pool, method)(layer, seen, stock.real_page_table[i])
+                    got = getattr(our_engine.pool, method)(layer, seen, ours.real_page_table[i])
+                    wanted = getattr(stock_engine.pool, method)(
+                        layer, seen, stock.real_page_table[i]
+                    )
                     assert_bitwise_equal(got, wanted, f"{method}, layer {layer}, {seen} tokens")
         if lengths:
             totals = (sum(lengths), max(lengths))
-            got = self.ours.pool.get_index_k_scale_buffer(
+            got = our_engine.pool.get_index_k_scale_buffer(
                 layer, ours.indexer_seq_lens, ours.real_page_table, *totals
             )
-            wanted = self.stock.pool.get_index_k_scale_buffer(
+            wanted = stock_engine.pool.get_index_k_scale_buffer(
                 layer, stock.indexer_seq_lens, stock.real_page_table, *totals
             )
             for part, expected in zip(got, wanted, strict=True):
                 assert_bitwise_equal(part, expected, f"get_index_k_scale_buffer, layer {layer}")
 
-    def _compare_latent(self, layer: int, ours: Any, stock: Any) -> None:
+    def _compare_latent(self, layer: int, our_engine: Engine, stock_engine: Engine) -> None:
         """What a PAGED kernel gathers by token, and what the RAGGED one dequantises."""
+        ours, stock = our_engine.backend.forward_metadata, stock_engine.backend.forward_metadata
         keys, expected_keys = (
-            self.ours.pool.get_key_buffer(layer),
-            self.stock.pool.get_key_buffer(layer),
+            our_engine.pool.get_key_buffer(layer),
+            stock_engine.pool.get_key_buffer(layer),
         )
         for i, length in enumerate(stock.indexer_seq_lens_cpu.tolist()):
             table, stock_table = ours.page_table_1[i, :length], stock.page_table_1[i, :length]
@@ -242,8 +273,8 @@ class _Run:
                 f"get_key_buffer, layer {layer}, request {i}",
             )
             if not self.fp8 and self.kernels == "interpreted":
-                got = self.ours.pool.get_mla_kv_buffer(_layer(layer), table.long())
-                wanted = self.stock.pool.get_mla_kv_buffer(_layer(layer), stock_table.long())
+                got = our_engine.pool.get_mla_kv_buffer(_layer(layer), table.long())
+                wanted = stock_engine.pool.get_mla_kv_buffer(_layer(layer), stock_table.long())
                 for part, expected in zip(got, wanted, strict=True):
                     assert_bitwise_equal(part, expected, "get_mla_kv_buffer")
         assert (ours.page_table_1_flattened is None) == (stock.page_table_1_flattened is None)
@@ -260,24 +291,29 @@ class _Run:
                 f"dequantize_k_cache_paged, layer {layer}",
             )
 
-    def _compare_pools(self) -> None:
+    def _compare_pools(self, layers: int, ours: Engine, stock: Engine) -> None:
         """Each page that this rank owns, in its memory, is stock's page; there are no others."""
-        layout = self.ours.pool.layout
+        layout = ours.pool.layout
         physical = PhysicalPages(np.arange(1, PHYSICAL_PAGES + 1))
         logical = torch.from_numpy(layout.physical_pages_to_logical(physical))
-        for layer in range(LAYERS):
-            stock = {
-                "latent": self.stock.pool.kv_buffer[layer].view(torch.uint8),
-                "index": self.stock.pool.index_k_with_scale_buffer[layer],
+        for layer in range(layers):
+            pages = {
+                "latent": stock.pool.kv_buffer[layer].view(torch.uint8),
+                "index": stock.pool.index_k_with_scale_buffer[layer],
             }
             for kind in PAGE_KINDS:
-                mine = self.ours.pool.pages.pages(kind, layer)[1:]
-                wanted = stock[kind].view(-1, mine.shape[1])[logical]
+                mine = ours.pool.pages.pages(kind, layer)[1:]
+                wanted = pages[kind].view(-1, mine.shape[1])[logical]
                 assert_bitwise_equal(mine, wanted, f"owned {kind} pages of layer {layer}")
                 assert wanted.any() or len(logical) == 0
 
     def _random(self, *shape: int) -> torch.Tensor:
         return torch.randn(shape, generator=self.random).bfloat16()
+
+
+def _sharing(context: RankContext, capacity: KVCapacity) -> Sharing:
+    size = ScratchSize(capacity.logical_pages, 64 << 20)
+    return sharing_over(context.process_group, capacity, size, torch.device("cpu"))
 
 
 def _backend(fp8: bool) -> Any:
@@ -303,7 +339,7 @@ def _layer(layer_id: int) -> Any:
 def refused_outside_a_batch(context: RankContext) -> Sequence[str]:
     """What the pool says when it is used by loc, without a plan."""
     capacity = KVCapacity(PHYSICAL_PAGES, PAGE, context.size)
-    sharing = sharing_over(context.process_group, capacity, 64 << 20, torch.device("cpu"))
+    sharing = _sharing(context, capacity)
     pool = shared_pool(sharing)(
         capacity.logical_tokens,
         page_size=PAGE,

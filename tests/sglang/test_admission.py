@@ -16,7 +16,8 @@ def _request(prefix_tokens: int, new_tokens: int) -> types.SimpleNamespace:
 
 
 def _adder(*running: types.SimpleNamespace) -> types.SimpleNamespace:
-    pool = types.SimpleNamespace(batch_pages=LIMIT_PAGES)
+    sharing = types.SimpleNamespace(batch_pages=LIMIT_PAGES)
+    pool = types.SimpleNamespace(sharing=sharing)
     allocator = types.SimpleNamespace(get_kvcache=lambda: pool)
     return types.SimpleNamespace(token_to_kv_pool_allocator=allocator, can_run_list=list(running))
 

@@ -50,6 +50,32 @@ def test_the_pool_is_physical_and_the_scheduler_logical(rank_pool: RankPool, dty
     )
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
+def test_a_draft_is_paid_for_and_shares_what_the_model_has(rank_pool: RankPool, dtype: str) -> None:
+    built, *_ = rank_pool.run(
+        f"{RANKS}:build",
+        size=2,
+        timeout_seconds=280,
+        dtype=dtype,
+        flag=True,
+        free_bytes=FREE_BYTES,
+        limit=None,
+        drafts=True,
+    )
+
+    draft = built["draft"]
+    assert draft["pool"] == "CPSharedNSATokenToKVPool"
+    assert draft["pool_size"] == built["pool_size"] == 2 * (built["rows"] - 64)
+    assert draft["rows"] == built["rows"]
+    assert draft["same scratch"]
+    assert draft["same allocator"]
+    page_bytes = 64 * BYTES_PER_TOKEN[dtype] * 4 // 3
+    used = built["pool_bytes"] + draft["pool_bytes"] + built["scratch_bytes"]
+    assert used <= FREE_BYTES < used + page_bytes
+    # The two startup lines are the model's, once.
+    assert sum("logical_tokens" in line for line in built["lines"]) == 2
+
+
 def test_max_total_tokens_is_a_ranks(rank_pool: RankPool) -> None:
     settings = {"dtype": "bfloat16", "free_bytes": FREE_BYTES, "limit": 1000}
     shared, *_ = rank_pool.run(f"{RANKS}:build", size=2, timeout_seconds=280, flag=True, **settings)

@@ -71,6 +71,13 @@ def test_accepted_and_what_is_set(model_path: str, monkeypatch, split: str, dtyp
     assert os.environ[RUN_WITH_FLAG] == "1"
 
 
+def test_drafts_by_the_models_next_token_layer_are_accepted(model_path: str) -> None:
+    args = _parse(_prefill(model_path, "--speculative-algorithm", "NEXTN"))
+
+    assert args.speculative_algorithm == "EAGLE"
+    assert args.speculative_draft_model_path == model_path
+
+
 def test_it_goes_wherever_server_args_go(model_path: str) -> None:
     args = _parse(_prefill(model_path))
     answers: multiprocessing.Queue[bool] = multiprocessing.get_context("spawn").Queue()
@@ -104,6 +111,10 @@ def test_it_goes_wherever_server_args_go(model_path: str) -> None:
         (["--nsa-prefill-backend", "trtllm"], "--nsa-prefill-backend"),
         (["--nsa-decode-backend", "trtllm"], "--nsa-decode-backend"),
         (["--kv-cache-dtype", "fp8_e4m3"], "--nsa-prefill-backend = flashmla_kv"),
+        (
+            ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "/elsewhere"],
+            "--speculative-draft-model-path = /elsewhere",
+        ),
     ],
 )
 def test_refused_with_the_setting_named(model_path: str, more: list[str], named: str) -> None:

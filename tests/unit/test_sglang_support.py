@@ -25,6 +25,8 @@ GOOD = {
     "kv_cache_dtype": "bfloat16",
     "nsa_prefill_backend": "flashmla_sparse",
     "nsa_decode_backend": "fa3",
+    "speculative_algorithm": None,
+    "speculative_draft_model_path": None,
 }
 
 
@@ -73,12 +75,23 @@ def test_backends_by_split_and_type(split: str, dtype: str, backend: str) -> Non
         ("use_ray", True, "--use-ray"),
         ("enable_streaming_session", True, "--enable-streaming-session"),
         ("dllm_algorithm", "LowConfidence", "--dllm-algorithm"),
-        ("speculative_algorithm", "EAGLE", "--speculative-algorithm"),
+        ("speculative_algorithm", "EAGLE3", "--speculative-algorithm"),
+        ("speculative_algorithm", "NGRAM", "--speculative-algorithm"),
+        ("enable_multi_layer_eagle", True, "--enable-multi-layer-eagle"),
         ("enable_prefill_context_parallel", True, "--enable-prefill-context-parallel"),
     ],
 )
 def test_each_setting_that_is_refused(setting: str, value: object, named: str) -> None:
     assert _refused(**{setting: value}) == [named]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "NEXTN"])
+def test_drafts_by_the_models_own_layer_are_accepted(algorithm: str) -> None:
+    own = {"speculative_algorithm": algorithm, "speculative_draft_model_path": "somewhere"}
+
+    assert _refused(**own) == []
+    own["speculative_draft_model_path"] = "elsewhere"
+    assert _refused(**own) == ["--speculative-draft-model-path"]
 
 
 def test_a_model_without_dsa_is_refused() -> None:

@@ -16,7 +16,7 @@ def add_one_req(original, self, req, *args, **kwargs):
     pool = self.token_to_kv_pool_allocator.get_kvcache()
     if self.can_run_list:
         pages = sum(_pages(other) for other in self.can_run_list) + _pages(req)
-        if pages > pool.batch_pages:
+        if pages > pool.sharing.batch_pages:
             return AddReqResult.OTHER
     return original(self, req, *args, **kwargs)
 

@@ -34,8 +34,8 @@ class ScratchSize:
         return cls(pages, layers * (pages + 1) * sum(page_bytes) + gather_bytes)
 
 
-def model_pool_spec(runner) -> KVPoolSpec:
-    """The pages of the model that this runner runs."""
+def model_pool_spec(runner, more_layers: int = 0) -> KVPoolSpec:
+    """The pages of the model that this runner runs, or of one with so many layers more."""
     from sglang.srt.configs.model_config import get_nsa_index_head_dim
 
     config = runner.model_config
@@ -44,8 +44,19 @@ def model_pool_spec(runner) -> KVPoolSpec:
         config.kv_lora_rank,
         config.qk_rope_head_dim,
         get_nsa_index_head_dim(config.hf_config),
-        runner.num_effective_layers,
+        runner.num_effective_layers + more_layers,
     )
+
+
+def draft_layers(runner) -> int:
+    """Next-token layers that draft for this runner's model, whose KV is in a pool of their own.
+
+    SGLang makes that pool after the model's and of as many tokens, from memory that it has not set
+    apart. Their rows are the model's, see support.py.
+    """
+    if runner.spec_algorithm.is_none():
+        return 0
+    return getattr(runner.model_config.hf_config, "num_nextn_predict_layers", None) or 1
 
 
 def scratch_size(runner) -> ScratchSize:
@@ -83,7 +94,7 @@ def resolve(original, self, pre_model_load_memory):
     args = self.server_args
     fits = KVCapacity.from_budget(
         max(0, self.cp_shared_kv_budget_bytes),
-        model_pool_spec(self).bytes_per_page,
+        model_pool_spec(self, draft_layers(self)).bytes_per_page,
         PAGE_SIZE,
         args.attn_cp_size,
     )

@@ -22,9 +22,12 @@ from cp_shared_kv.reads.read_ahead import Lane, LayerPages
 from cp_shared_kv.reads.scratch import Scratch
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sharing:
-    """How a rank's pool shares: who it is, and by which parts of the core."""
+    """How a rank's pools share: who it is, and by which parts of the core.
+
+    A model and its draft have a pool each and take turns in the scratch.
+    """
 
     capacity: KVCapacity
     cp_rank: int
@@ -33,6 +36,10 @@ class Sharing:
     make_reader: Callable[[KVPool], PrefixReader]
     lane: Lane | None
     """Where a layer's prefix is read while the layer before is computed, if it is."""
+    batch_pages: int
+    """Pages of prefixes and chunk that scratch has room for, of one batch."""
+    in_scratch: CPSharedNSATokenToKVPool | None = None
+    """The pool whose batch is in scratch."""
 
     @property
     def layout(self) -> CpSharedKVLayout:
@@ -121,7 +128,9 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
 
     def begin(self, batch: SharedBatch) -> None:
         """Take the scratch of a batch. Collective for some readers: every rank, the same batch."""
-        self.end()
+        if self.sharing.in_scratch is not None:
+            self.sharing.in_scratch.end()
+        self.sharing.in_scratch = self
         places = 1 if self.sharing.lane is None else 2
         taken: dict[PageKind, torch.Tensor] = {
             kind: self.sharing.scratch.take(

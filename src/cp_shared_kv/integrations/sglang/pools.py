@@ -9,7 +9,12 @@ import torch
 
 from cp_shared_kv.errors import StartupError
 from cp_shared_kv.integrations.sglang import ATTRIBUTE, settings, verify
-from cp_shared_kv.integrations.sglang.capacity import report_pool, scratch_size
+from cp_shared_kv.integrations.sglang.capacity import (
+    ScratchSize,
+    model_pool_spec,
+    report_pool,
+    scratch_size,
+)
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.buffers import Buffer, PrivateBuffer
 from cp_shared_kv.memory.mapped_buffers import MappedBuffer
@@ -39,19 +44,13 @@ def build(original, self):
     """
     if not getattr(self.server_args, ATTRIBUTE):
         return original(self)
-    from sglang.srt.distributed.parallel_state import get_attn_cp_group
     from sglang.srt.model_executor import model_runner_kv_cache_mixin as mixin
 
     from cp_shared_kv.integrations.sglang.allocator import CPSharedPagedTokenToKVPoolAllocator
     from cp_shared_kv.integrations.sglang.pool import CPSharedNSATokenToKVPool, shared_pool
 
-    capacity: KVCapacity = self.cp_shared_kv_capacity
-    size = scratch_size(self)
-    group = get_attn_cp_group().device_group
-    device = torch.device(self.device)
-    if device.type == "cuda":  # SGLang names no index: each process has made its GPU the current
-        device = torch.device("cuda", torch.cuda.current_device())
-    sharing = sharing_over(group, capacity, size.limit_bytes, device)
+    sharing = _targets_sharing(self) if self.is_draft_worker else _new_sharing(self)
+    capacity = sharing.capacity
 
     def allocator(logical_size, **settings_of_allocator):
         return CPSharedPagedTokenToKVPoolAllocator(
@@ -77,15 +76,43 @@ def build(original, self):
             value=", ".join(cls.__name__ for cls in made),
             change="see docs/sglang.md for the models and settings that are supported",
         )
-    self.token_to_kv_pool.batch_pages = size.batch_pages
-    report_pool(capacity)
+    if not self.is_draft_worker:
+        report_pool(capacity)
     return result
+
+
+def _new_sharing(runner):
+    """Of a model's pool. Collective."""
+    from sglang.srt.distributed.parallel_state import get_attn_cp_group
+
+    group = get_attn_cp_group().device_group
+    device = torch.device(runner.device)
+    if device.type == "cuda":  # SGLang names no index: each process has made its GPU the current
+        device = torch.device("cuda", torch.cuda.current_device())
+    return sharing_over(group, runner.cp_shared_kv_capacity, scratch_size(runner), device)
+
+
+def _targets_sharing(runner):
+    """Of a draft's pool: that of the model it drafts for, whose allocator it was given.
+
+    Both have the same locs and forwards that follow one another, so one scratch serves both.
+    """
+    target = runner.token_to_kv_pool_allocator.get_kvcache()
+    own, wanted = model_pool_spec(runner), target.pages.spec
+    if (own.latent, own.index) != (wanted.latent, wanted.index):
+        raise StartupError(
+            "pages of the draft's KV",
+            value=(own.latent, own.index),
+            allowed=f"the model's: {wanted.latent}, {wanted.index}",
+            change="draft with the model's own next-token layer",
+        )
+    return target.sharing
 
 
 def sharing_over(
     process_group: torch.distributed.ProcessGroup,
     capacity: KVCapacity,
-    scratch_limit_bytes: int,
+    size: ScratchSize,
     device: torch.device,
 ):
     """The parts of the core that a rank shares by. Collective.
@@ -96,7 +123,7 @@ def sharing_over(
     """
     from cp_shared_kv.integrations.sglang.pool import Sharing
 
-    scratch = Scratch(scratch_limit_bytes, device)
+    scratch = Scratch(size.limit_bytes, device)
     group = TorchGroup(process_group)
     pulled = _pulled(process_group, device)
 
@@ -112,7 +139,9 @@ def sharing_over(
 
     # A gather of the next layer would meet other ranks out of turn.
     lane = StreamLane(device) if pulled else None
-    return Sharing(capacity, group.cp_rank, scratch, make_buffer, make_reader, lane)
+    return Sharing(
+        capacity, group.cp_rank, scratch, make_buffer, make_reader, lane, size.batch_pages
+    )
 
 
 def _pulled(process_group: torch.distributed.ProcessGroup, device: torch.device) -> bool:

@@ -77,9 +77,9 @@ _OFF = (
     ),
     _Off("dllm_algorithm", "--dllm-algorithm", "diffusion models do not prefill once"),
     _Off(
-        "speculative_algorithm",
-        "--speculative-algorithm",
-        "a draft model's pool is not proven yet, and one without DSA cannot be shared at all",
+        "enable_multi_layer_eagle",
+        "--enable-multi-layer-eagle",
+        "a pool for each next-token layer is not proven yet",
     ),
     _Off(
         "enable_prefill_context_parallel",
@@ -239,6 +239,28 @@ def _prefill_backend(args: Any) -> Refusal | None:
     )
 
 
+def _speculation(args: Any) -> Refusal | None:
+    algorithm = args.speculative_algorithm
+    if not algorithm:
+        return None
+    # SGLang has put EAGLE for NEXTN by then, and the model's own path for no path.
+    if algorithm not in ("EAGLE", "NEXTN"):
+        return Refusal(
+            "--speculative-algorithm",
+            algorithm,
+            "its draft has no DSA pool that could be shared, or none at all to send to decode",
+            "--speculative-algorithm EAGLE, with the model's own next-token layer",
+        )
+    if args.speculative_draft_model_path not in (None, args.model_path):
+        return Refusal(
+            "--speculative-draft-model-path",
+            args.speculative_draft_model_path,
+            "a draft of its own has other pages than the model",
+            "drop it, so that the model's own next-token layer drafts",
+        )
+    return None
+
+
 _RULES: tuple[_Rule, ...] = (
     _context_parallel,
     _prefill_only,
@@ -250,4 +272,5 @@ _RULES: tuple[_Rule, ...] = (
     _attention,
     _prefill_backend,
     _decode_backend,
+    _speculation,
 )
