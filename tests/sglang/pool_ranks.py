@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import inspect
 import types
+import weakref
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -110,6 +112,7 @@ class _Run:
     def __init__(self, context: RankContext, dtype: str, kernels: str, drafts: bool) -> None:
         self.context = context
         self.kernels = kernels
+        self.plans: list[weakref.ref[Any]] = []
         capacity = KVCapacity(PHYSICAL_PAGES, PAGE, context.size)
         torch_dtype, width = DTYPES[dtype]
         self.fp8 = width == 656
@@ -166,6 +169,10 @@ class _Run:
             for model in self.models:
                 self._forward(batch, *model)
             self._only_the_last_is_in_scratch()
+        gc.collect()
+        # What a batch has would stay on the GPU, and scratch that was outgrown with it.
+        alive = sum(plan() is not None for plan in self.plans)
+        assert alive == 1, f"the plans of {alive} batches are alive"
         for model in self.models:
             self._compare_pools(*model)
         return sum(ours.pool.reader.pages_read for _, ours, _ in self.models)
@@ -173,6 +180,7 @@ class _Run:
     def _forward(self, batch: Any, layers: int, ours: Engine, stock: Engine) -> None:
         for engine in (ours, stock):
             engine.begin(batch)
+        self.plans.append(weakref.ref(ours.pool.batch.plan))
         rows = len(batch.out_cache_loc)
         for layer in range(layers):
             key = self._random(rows, INDEX)

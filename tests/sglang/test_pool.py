@@ -65,7 +65,7 @@ def test_sglangs_own_kernels_by_our_tables(rank_pool: RankPool, dtype: str) -> N
         f"{RANKS}:run", size=2, timeout_seconds=280, drafts=False, **settings
     )
 
-    assert pages_read > [0, 0]
+    assert all(pages > 0 for pages in pages_read)
 
 
 def test_a_loc_never_reaches_memory_without_a_plan(rank_pool: RankPool) -> None:

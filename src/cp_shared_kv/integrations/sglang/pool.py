@@ -87,9 +87,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
         self.pages = KVPool(spec, capacity.physical_pages, buffer)
         self.layout = self.sharing.layout
         self.reader = self.sharing.make_reader(self.pages)
-        self.batch: SharedBatch | None = None
-        self._layer_pages: dict[PageKind, LayerPages] = {}
-        self._in_use: dict[PageKind, int] = {}
+        self._forget()
         self._complete = False
         super().__init__(
             capacity.physical_tokens,
@@ -154,8 +152,17 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
 
     def end(self) -> None:
         """The batch is over; what scratch holds is no longer of use."""
-        self.batch = None
-        self._in_use.clear()
+        if self.sharing.in_scratch is self:
+            self.sharing.in_scratch = None
+        self._forget()
+
+    def _forget(self) -> None:
+        """All that a batch has: nothing may keep its tables, or scratch that has been outgrown."""
+        self.batch: SharedBatch | None = None
+        self._layer_pages: dict[PageKind, LayerPages] = {}
+        self._in_use: dict[PageKind, int] = {}
+        self._taken: dict[PageKind, torch.Tensor] = {}
+        self._over_scratch: NSATokenToKVPool | None = None
 
     def acquire(self, kind: PageKind, layer_id: int) -> None:
         """Bring a layer's prefix into scratch, once. Collective for some readers.
@@ -181,7 +188,8 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def set_mla_kv_buffer(self, layer, loc, cache_k_nope, cache_k_rope):
         self.acquire("latent", layer.layer_id)
         slots = self._current("latent", layer.layer_id).slots_for(len(loc))
-        self._over_scratch.set_mla_kv_buffer(layer, slots, cache_k_nope, cache_k_rope)
+        over_scratch = self._read("latent", layer.layer_id)
+        over_scratch.set_mla_kv_buffer(layer, slots, cache_k_nope, cache_k_rope)
         self.keep_owned("latent", layer.layer_id)
 
     def set_index_k_scale_buffer(self, layer_id, loc, index_k, index_k_scale):
@@ -230,6 +238,7 @@ class CPSharedNSATokenToKVPool(NSATokenToKVPool):
     def _read(self, kind: PageKind, layer_id: int) -> NSATokenToKVPool:
         """The pool over scratch, which holds that layer."""
         self._current(kind, layer_id)
+        assert self._over_scratch is not None
         if self._in_use.get(kind) != layer_id:
             raise InvariantError(
                 f"{kind} KV of layer {layer_id} read before it was written",
