@@ -161,6 +161,7 @@ class RankEpoch:
         """Forget all rooms, and give the pools up as soon as no write reads from them. Does not
         wait for that: `TransferPeers.settle` does."""
         self.sender.close(self._pools.close)
+        self._reads.scratch.close()
 
     def _flip_a_bit(self, batch: Batch) -> None:
         """Damage the first page here of the batch's prefixes, in its slightest: a test's wish."""

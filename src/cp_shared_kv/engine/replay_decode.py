@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import msgspec
+import torch
 
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.messages import ReplayReady, RoomCovered, StepDone
@@ -41,6 +42,8 @@ class ReplayDecode:
         self._to_controller, self._to_rank = to_controller, to_rank
         self._sessions: dict[int, DecodeSession] = {}
         pool.buffer.tensor.fill_(POISON)
+        if pool.buffer.tensor.is_cuda:  # pages come from other processes, in no order with this
+            torch.cuda.synchronize(pool.buffer.tensor.device)
         self._to_controller(ReplayReady())
 
     def handle(self, message: msgspec.Struct) -> None:

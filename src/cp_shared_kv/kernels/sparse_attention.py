@@ -40,7 +40,8 @@ def sparse_attention(
     out = q_latent.new_empty(q_latent.shape)
     padded_heads = min(MOST_HEADS, max(LEAST_HEADS, triton.next_power_of_2(heads)))
     if tokens:
-        _sparse_attention[(triton.cdiv(heads, padded_heads), tokens)](
+        # On one axis: the others end at 65,535 programs, and a rank may have more tokens.
+        _sparse_attention[(tokens * triton.cdiv(heads, padded_heads),)](
             q_latent,
             q_pe,
             rows,
@@ -82,8 +83,9 @@ def _sparse_attention(
     ROPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    head = tl.program_id(0) * PADDED_HEADS + tl.arange(0, PADDED_HEADS)
-    token = tl.program_id(1).to(tl.int64)
+    parts: tl.constexpr = (HEADS + PADDED_HEADS - 1) // PADDED_HEADS
+    head = tl.program_id(0) % parts * PADDED_HEADS + tl.arange(0, PADDED_HEADS)
+    token = (tl.program_id(0) // parts).to(tl.int64)
     a_head = (head < HEADS)[:, None]
     in_latent = tl.arange(0, LATENT)
     in_rope = tl.arange(0, ROPE)

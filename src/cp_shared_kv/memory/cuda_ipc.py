@@ -129,7 +129,9 @@ class CudaIpcMapping:
 def _use(device: torch.device) -> None:
     """Make the device the one that the driver's calls of this thread mean."""
     torch.cuda.set_device(device)
-    torch.cuda.current_stream(device).synchronize()
+    # torch leaves out what looks done already. A call to the runtime binds the device's context to
+    # this thread; this one waits for nothing, as its caller may hold a lock that writes need.
+    torch.cuda.current_stream(device).query()
 
 
 @cache

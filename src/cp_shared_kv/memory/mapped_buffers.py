@@ -83,11 +83,16 @@ class MappedBuffer:
         """
         dist.all_reduce(self._token, group=self._process_group)
 
-    def close(self) -> None:
-        """Unmap the peers' memory and give this rank's back; no rank may be reading."""
+    def unmap_peers(self) -> None:
+        """Give the peers' memory up, which they may free once every rank has."""
+        torch.cuda.synchronize(self._own.tensor.device)
         for mapping in self._peers.values():
             mapping.close()
         self._peers.clear()
+
+    def close(self) -> None:
+        """Unmap the peers' memory and give this rank's back; no rank may be reading."""
+        self.unmap_peers()
         self._own.close()
 
 

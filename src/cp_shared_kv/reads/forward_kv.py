@@ -162,8 +162,8 @@ class ForwardKV:
             sparse = None
         most_tokens = None if sparse is None else sparse.most_tokens
         most_pages = None if most_tokens is None else most_tokens // layout.page_size
-        index_plan = IndexPlan.build(layout, requests, host_plan, most_pages).to(device)
         plan = host_plan.to(device)
+        index_plan = IndexPlan.build(layout, requests, plan, most_pages).to(device)
         row_bytes = spec.latent.row_bytes + (spec.index.row_bytes if spec.index_layers else 0)
         exchange = ChunkExchange(group, shares, row_bytes, scratch)
         lane = None if ahead is None else ahead.lane_for(host_plan)

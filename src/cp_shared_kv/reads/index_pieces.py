@@ -54,8 +54,8 @@ class IndexPlan:
         plan: ReadPlan,
         most_pages: int | None = None,
     ) -> IndexPlan:
-        """Of a plan in host memory: one block, or such of at most `most_pages`, which must have
-        room for PIECE_TOKENS that begin inside a page."""
+        """One block, with the plan's own tensors wherever they are; or blocks in host memory, of
+        at most `most_pages`, which must have room for PIECE_TOKENS that begin inside a page."""
         if most_pages is None or len(plan.logical_pages) <= most_pages:
             pieces = tuple(IndexPiece(r, 0, slots) for r, slots in enumerate(plan.request_slots))
             return cls((IndexBlock(plan, pieces),), len(plan.logical_pages), plan.chunk_slots)

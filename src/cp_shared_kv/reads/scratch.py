@@ -47,5 +47,9 @@ class Scratch:
                 held = self._buffers[purpose] = self._allocate(nbytes)
         return held[:nbytes]
 
+    def close(self) -> None:
+        """Forget all buffers."""
+        self._buffers.clear()
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)

@@ -47,13 +47,30 @@ class SymmetricScratch(Scratch):
             allowed="a part of the symmetric scratch",
         )
 
+    def close(self) -> None:
+        """Give all of it up, at the end of an epoch; no rank may be reading or writing."""
+        for buffer in self._symmetric:
+            buffer.close()
+        self._symmetric.clear()
+        super().close()
+
     def _allocate(self, nbytes: int) -> torch.Tensor:
         if nbytes == 0:
             return super()._allocate(nbytes)
         # No peer's write may still be on its way into what is let go of here.
         torch.cuda.synchronize(self._device)
         dist.barrier(self._process_group)
+        outgrown = [b for b in self._symmetric if not self._holds(b)]
         self._symmetric = [b for b in self._symmetric if self._holds(b)]
+        mapped = [b for b in outgrown if isinstance(b, MappedBuffer)]
+        for buffer in mapped:
+            buffer.unmap_peers()
+        if mapped:  # CUDA does not say what becomes of memory that is freed while a peer maps it
+            dist.barrier(self._process_group)
+        for buffer in outgrown:
+            buffer.close()
+        # It comes from elsewhere than torch's allocator, which keeps what it has been given back.
+        torch.cuda.empty_cache()
         buffer = self._memory.create(nbytes, self._process_group, self._device)
         self._symmetric.append(buffer)
         return buffer.tensor
