@@ -14,11 +14,19 @@ from benchmarks import Measurement
 from benchmarks.record import RESULTS, record
 from benchmarks.sglang import harness_plugin
 from benchmarks.sglang.comparing import compare
+from benchmarks.sglang.drafts import with_next_token_layer
 from benchmarks.sglang.timing import time_servers
 from benchmarks.sglang.variants import VARIANTS, Variant
 from cp_shared_kv.testing.gpu import missing_for_gpus
 
 REPOSITORY = Path(__file__).parents[2]
+_COMPARED = {
+    "bfloat16": ("bfloat16", False),
+    "fp8_e4m3": ("fp8_e4m3", False),
+    "bfloat16_drafts": ("bfloat16", True),
+    "fp8_e4m3_drafts": ("fp8_e4m3", True),
+}
+"""Parts that compare: the KV type of their variants, and whether they speculate."""
 
 
 def main() -> int:
@@ -29,7 +37,7 @@ def main() -> int:
     parser.add_argument(
         "--one-gpu", action="store_true", help="all ranks on one GPU: answers only, no times"
     )
-    parser.add_argument("--part", action="append", choices=("bfloat16", "fp8_e4m3", "timing"))
+    parser.add_argument("--part", action="append", choices=(*_COMPARED, "timing"))
     parser.add_argument(
         "--only", action="append", help="variants whose name contains one of these; all by default"
     )
@@ -39,7 +47,7 @@ def main() -> int:
     options = parser.parse_args()
     if missing := missing_for_gpus(1 if options.one_gpu else options.gpus):
         sys.exit(f"benchmarks.sglang: {missing}")
-    parts = options.part or ["bfloat16", "fp8_e4m3", *([] if options.one_gpu else ["timing"])]
+    parts = options.part or [*_COMPARED, *([] if options.one_gpu else ["timing"])]
     if options.one_gpu and "timing" in parts:
         parser.error("--part timing: ranks that share a GPU wait for each other's time slices")
     options.results.mkdir(parents=True, exist_ok=True)
@@ -57,18 +65,28 @@ def main() -> int:
             if part == "timing":
                 _time(chosen[0], options, path, config)
                 continue
-            variants = [variant for variant in chosen if variant.kv_dtype == part]
-            if variants:
-                _compare(part, variants, options, path, config)
+            variants = [v for v in chosen if (v.kv_dtype, v.drafts) == _COMPARED[part]]
+            if not variants:
+                continue
+            model = Path(options.model_path)
+            if variants[0].drafts:
+                (own := Path(folder) / part).mkdir()
+                model = with_next_token_layer(model, own)
+            _compare(part, variants, str(model), options, path, config)
     return 0
 
 
 def _compare(
-    part: str, variants: list[Variant], options: Any, path: list[Path], config: dict[str, Any]
+    part: str,
+    variants: list[Variant],
+    model_path: str,
+    options: Any,
+    path: list[Path],
+    config: dict[str, Any],
 ) -> None:
     found = compare(
         variants,
-        options.model_path,
+        model_path,
         options.gpus,
         options.results,
         path,

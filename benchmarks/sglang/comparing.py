@@ -8,6 +8,7 @@ from typing import Any
 
 import httpx
 
+from benchmarks.sglang.drafts import compared as drafts_compared
 from benchmarks.sglang.requests import Answer, ask, ask_at_once, prompt
 from benchmarks.sglang.servers import Server, await_all
 from benchmarks.sglang.variants import Farm, Variant
@@ -27,9 +28,12 @@ def compare(
     seconds: float,
     one_gpu: bool,
 ) -> dict[str, Any]:
-    """All pairs of one KV type at once, decode beside them; by variant what was seen."""
-    farm = Farm(model_path, gpus, context_tokens=32768, compared=True, one_gpu=one_gpu)
-    kv_dtype = variants[0].kv_dtype
+    """All pairs at once, decode beside them; by variant what was seen.
+
+    They have one KV type, and all speculate or none.
+    """
+    drafts, kv_dtype = variants[0].drafts, variants[0].kv_dtype
+    farm = Farm(model_path, gpus, 32768, compared=True, drafts=drafts, one_gpu=one_gpu)
     decodes = {
         shared: farm.decode(f"decode-{shared}-{kv_dtype}", kv_dtype, 131072, shared == "shared")
         for shared in ("stock", "shared")
@@ -59,6 +63,10 @@ def compare(
                 found[variant.name] = {"not started": why}
                 continue
             found[variant.name] = _pair(stock, shared, decodes)
+            if drafts:
+                found[variant.name]["drafts in prefill"] = drafts_compared(stock, shared)
+        if drafts:
+            found["drafts in decode"] = drafts_compared(decodes["stock"], decodes["shared"])
         if small.name not in failed:
             ask(small, None, prompt(9, OVER_ONE_RANK), timeout=30)
             found[f"stock with {SHARED_TOKENS} tokens"] = small.lines("exceeds the maximum allowed")

@@ -5,12 +5,15 @@ HARNESS_SORTED_TOPK=1    exact top-k by torch, in ascending order: SGLang's kern
                          the order of arrival, and drops candidates where many score alike, so
                          that stock alone does not repeat its own bits
 HARNESS_COUNT_SENT=1     a line in the log for each send of KV pages, with their number
+HARNESS_DENSE_DRAFT=1    a draft's layer without experts
+HARNESS_LOG_DRAFTS=1     a line in the log for each forward of a draft, with a digest of its logits
 HARNESS_ONE_GPU=1        all ranks on one GPU, for a look at answers and never at times: NCCL takes
                          each process for a host of its own, and goes over sockets
 """
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -49,6 +52,18 @@ def activate() -> None:
             _count_sent,
             HookType.AFTER,
         )
+    if os.environ.get("HARNESS_DENSE_DRAFT") == "1":
+        HookRegistry.register(
+            "sglang.srt.models.deepseek_v2.DeepseekV2DecoderLayer._is_layer_sparse",
+            _dense_draft,
+            HookType.AROUND,
+        )
+    if os.environ.get("HARNESS_LOG_DRAFTS") == "1":
+        HookRegistry.register(
+            "sglang.srt.model_executor.model_runner.ModelRunner.forward",
+            _log_draft,
+            HookType.AFTER,
+        )
     if os.environ.get("HARNESS_SORTED_TOPK") == "1":
         _sort_topk()
 
@@ -77,6 +92,25 @@ def _any_cp_size(original, self):
 
 def _count_sent(result, self, _session_id, pages, *_args, **_kwargs):
     _log.warning("sent pages=%d cp_rank=%d status=%s", len(pages), self.attn_cp_rank, result)
+
+
+def _dense_draft(original, self, layer_id, is_nextn):
+    return False if is_nextn else original(self, layer_id, is_nextn)
+
+
+def _log_draft(result, self, forward_batch, *_args, **_kwargs):
+    if not self.is_draft_worker or self.tp_rank != 0:
+        return
+    logits = result.logits_output.next_token_logits
+    digest = hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()[:16]
+    prefixes = forward_batch.extend_prefix_lens_cpu or []
+    _log.warning(
+        "draft %s prefix=%s total=%s sha=%s",
+        forward_batch.forward_mode.name,
+        ",".join(map(str, prefixes)) or "none",
+        ",".join(map(str, forward_batch.seq_lens.tolist())),
+        digest,
+    )
 
 
 def _sort_topk() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from benchmarks.sglang import drafts
 from benchmarks.sglang.servers import FLAG, Server
 
 CHUNK = 4096
@@ -23,10 +24,13 @@ class Variant:
     kv_dtype: str
     split: str
     backend: str
+    drafts: bool = False
+    """Whether the model's next-token layer drafts, on both sides."""
 
     @property
     def name(self) -> str:
-        return f"{self.kv_dtype}, {self.split}, {self.backend}"
+        drafts = ", drafts" if self.drafts else ""
+        return f"{self.kv_dtype}, {self.split}, {self.backend}{drafts}"
 
 
 VARIANTS = (
@@ -34,9 +38,14 @@ VARIANTS = (
     Variant("bfloat16", "round-robin-split", "flashmla_sparse"),
     Variant("bfloat16", "round-robin-split", "fa3"),
     Variant("bfloat16", "in-seq-split", "tilelang"),
+    Variant("bfloat16", "round-robin-split", "tilelang"),
     Variant("fp8_e4m3", "in-seq-split", "flashmla_sparse"),
     Variant("fp8_e4m3", "round-robin-split", "flashmla_sparse"),
     Variant("fp8_e4m3", "round-robin-split", "flashmla_kv"),
+    Variant("bfloat16", "in-seq-split", "flashmla_sparse", drafts=True),
+    Variant("bfloat16", "round-robin-split", "flashmla_sparse", drafts=True),
+    Variant("fp8_e4m3", "in-seq-split", "flashmla_sparse", drafts=True),
+    Variant("fp8_e4m3", "round-robin-split", "flashmla_kv", drafts=True),
 )
 
 
@@ -49,6 +58,8 @@ class Farm:
     context_tokens: int
     compared: bool
     """Whether bits will be compared: top-k in order. Not for timing."""
+    drafts: bool = False
+    """Whether the servers speculate; the model then has a layer for it."""
     one_gpu: bool = False
     """Whether all ranks share the first GPU: right for answers, and meaningless for times."""
     made: int = 0
@@ -83,6 +94,9 @@ class Farm:
         flags += ["--chunked-prefill-size", str(CHUNK), "--kv-cache-dtype", kv_dtype]
         flags += ["--max-total-tokens", str(tokens)]
         environment = {**_HARNESS, **(_COMPARED if self.compared else {})}
+        if self.drafts:
+            flags += drafts.FLAGS
+            environment |= drafts.ENVIRONMENT
         if self.one_gpu:
             environment |= _ONE_GPU
         return Server(name, 20000 + _PORTS_APART * self.made, flags, environment)
