@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 
 from benchmarks.sglang.drafts import compared as drafts_compared
-from benchmarks.sglang.requests import Answer, ask, ask_at_once, prompt
+from benchmarks.sglang.requests import TOGETHER, Answer, ask, ask_at_once, prompt
 from benchmarks.sglang.servers import Server, await_all
 from benchmarks.sglang.variants import Farm, Variant
 
@@ -130,15 +130,16 @@ def _requests(prefill: Server, decode: Server) -> dict[str, Answer]:
         **{f"12000 ({seed})": prompt(seed, 12_000) for seed in (21, 22, 23)},
         "3001, after eviction": prompt(3, 3001),
     }.items():
-        answers[name] = ask(prefill, decode, ids)
+        # The first one waits for kernels that are compiled when they are first used.
+        answers[name] = ask(prefill, decode, ids, timeout=45 if answers else 120, name=name)
         if answers[name].unreachable:  # what follows would only wait
             return answers
     together = [prompt(seed, 1500 + 300 * seed) for seed in range(31, 35)]
     for number, answer in enumerate(ask_at_once(prefill, decode, together)):
-        answers[f"four at once ({number})"] = answer
+        answers[f"{TOGETHER} ({number})"] = answer
     with contextlib.suppress(httpx.HTTPError):  # what follows then says why
         httpx.post(f"{prefill.url}/flush_cache", timeout=10)
-    answers["6144, flushed"] = ask(prefill, decode, prompt(4, 6144))
+    answers["6144, flushed"] = ask(prefill, decode, prompt(4, 6144), name="6144, flushed")
     return answers
 
 

@@ -12,6 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from benchmarks.sglang.requests import TOGETHER
 from benchmarks.sglang.servers import Server
 
 FLAGS = (
@@ -21,7 +22,7 @@ FLAGS = (
 # The layer below has no experts: in-seq-split takes DeepEP for them, which few machines have.
 ENVIRONMENT = {"HARNESS_DENSE_DRAFT": "1", "HARNESS_LOG_DRAFTS": "1"}
 _SEED = 20261201
-_LINE = re.compile(r"draft (?P<forward>\S+ prefix=\S+ total=\S+) sha=(?P<sha>\w+)")
+_LINE = re.compile(r"draft (?P<forward>\w+ of \[(?P<names>.*)\] total=\S+) sha=(?P<sha>\w+)")
 
 
 def with_next_token_layer(model_path: Path, folder: Path) -> Path:
@@ -63,8 +64,7 @@ def with_next_token_layer(model_path: Path, folder: Path) -> Path:
 def compared(stock: Server, shared: Server) -> dict[str, Any]:
     """Of forwards of one request that both servers' drafts ran: how many, and whose bits differ.
 
-    A forward is known by its kind and its tokens. Which requests share a batch differs from run to
-    run, so forwards of several are left out.
+    Which requests share a batch differs from run to run, so forwards of several are left out.
     """
     theirs, ours = _logits(stock), _logits(shared)
     common = sorted(theirs.keys() & ours.keys())
@@ -75,11 +75,11 @@ def compared(stock: Server, shared: Server) -> dict[str, Any]:
     }
 
 
-def _logits(server: Server) -> dict[str, list[str]]:
-    """By forward the digests of its logits, each once."""
-    found: dict[str, set[str]] = {}
+def _logits(server: Server) -> dict[str, str]:
+    """The digest of its logits by forward, which its request and its tokens name."""
+    found: dict[str, str] = {}
     for line in server.lines("draft .* sha="):
         match = _LINE.search(line)
-        if match and "," not in match["forward"]:
-            found.setdefault(match["forward"], set()).add(match["sha"])
-    return {forward: sorted(digests) for forward, digests in found.items()}
+        if match and ";" not in match["names"] and not match["names"].startswith(TOGETHER):
+            found[match["forward"]] = match["sha"]
+    return found

@@ -103,13 +103,12 @@ def _log_draft(result, self, forward_batch, *_args, **_kwargs):
         return
     logits = result.logits_output.next_token_logits
     digest = hashlib.sha256(logits.float().cpu().numpy().tobytes()).hexdigest()[:16]
-    prefixes = forward_batch.extend_prefix_lens_cpu or []
+    # A request's name ends before its room, see requests.py.
+    names = [str(name).rsplit("/", 1)[0] for name in forward_batch.rids or []]
+    totals = ",".join(map(str, forward_batch.seq_lens.tolist()))
     _log.warning(
-        "draft %s prefix=%s total=%s sha=%s",
-        forward_batch.forward_mode.name,
-        ",".join(map(str, prefixes)) or "none",
-        ",".join(map(str, forward_batch.seq_lens.tolist())),
-        digest,
+        "draft %s of [%s] total=%s sha=%s",
+        *(forward_batch.forward_mode.name, "; ".join(names), totals, digest),
     )
 
 

@@ -16,6 +16,8 @@ from benchmarks.sglang.servers import Server
 VOCABULARY = 4096
 # SGLang's name for "no decode server": prefill answers with the first token and sends nothing.
 NO_DECODE = "2.2.2.2"
+TOGETHER = "four at once"
+"""What the names of requests begin with that are asked at the same time."""
 _rooms = count(1000)
 
 
@@ -42,11 +44,17 @@ def prompt(seed: int, length: int) -> list[int]:
 
 
 def ask(
-    prefill: Server, decode: Server | None, ids: list[int], tokens: int = 8, timeout: float = 45
+    prefill: Server,
+    decode: Server | None,
+    ids: list[int],
+    tokens: int = 8,
+    timeout: float = 45,
+    name: str = "request",
 ) -> Answer:
     """One request through a prefill server, and a decode server if there is one."""
     room = next(_rooms)
     body: dict[str, Any] = {
+        "rid": f"{name}/{room}",
         "input_ids": ids,
         "sampling_params": {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True},
         "return_logprob": True,
@@ -95,4 +103,4 @@ def _why_not(answer: httpx.Response) -> str | None:
 def ask_at_once(prefill: Server, decode: Server | None, prompts: list[list[int]]) -> list[Answer]:
     """All of them together, each on a connection of its own; answers in the order of prompts."""
     with ThreadPoolExecutor(len(prompts)) as pool:
-        return list(pool.map(lambda ids: ask(prefill, decode, ids), prompts))
+        return list(pool.map(lambda ids: ask(prefill, decode, ids, name=TOGETHER), prompts))
