@@ -57,6 +57,28 @@ def test_plan_shows_three_arrangements_side_by_side(cpkv: Command) -> None:
     assert "prompts of 131,072 at once" in out
 
 
+@pytest.mark.parametrize("columns", [30, 60, 120])
+def test_a_narrow_terminal_cuts_no_figure(
+    cpkv: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, columns: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    plan = cpkv("plan", "glm-5.2", "--gpu", "h200")[1]
+    for figure in ("140.40 GiB", "1,825,088", "1,866,240", "1,048,575"):
+        assert figure in plan
+    replay = cpkv("simulate", trace, "--users", "1", "--requests", "3", "--descriptors")[1]
+    summary = cpkv("trace", "summarise", trace)[1]
+    assert "…" not in plan + replay + summary
+
+
+def test_plan_says_whose_split_of_weights_it_has(cpkv: Command) -> None:
+    whole = "1,384.65 GiB in bf16"  # 743.4 billion parameters without multi-token prediction
+    note = " ".join(cpkv("plan", "glm-5.2", "--gpu", "h200")[1].split())
+    assert "split as in SGLang's servers" in note
+    assert f"on each rank, {whole}: this model does not fit it." in note
+    assert "SGLang" not in cpkv("plan", "glm-5.2", "--kv-budget-gib", "20")[1]  # no weights in it
+    assert "does not fit" not in cpkv("plan", "glm-5.2", "--gpu-memory-gib", "1400")[1]
+
+
 def test_plan_as_json_has_every_figure(cpkv: Command) -> None:
     code, out, _ = cpkv("plan", "glm-5.2", "--gpu", "h200", "--json", "--lengths", "65536")
     assert code == 0

@@ -17,6 +17,7 @@ from cp_shared_kv.planner.trace_files import read_trace
 from cp_shared_kv.planner.trace_files import validate as validate_file
 from cp_shared_kv.planner.trace_summary import Quantiles, TraceSummary
 from cp_shared_kv.planner.trace_summary import summarise as summarise_trace
+from cp_shared_kv.planner.whole_cells import print_whole
 
 EXIT_WRONG = 1
 MOST_ERRORS = 20
@@ -88,15 +89,15 @@ def summarise(
         print(json.dumps(found.as_plain(), indent=1))
         return 0
     console = Console(highlight=False)
-    console.print(_facts(found))
-    console.print(_distributions(found))
+    print_whole(_facts(found), console)
+    print_whole(_distributions(found), console)
     return 0
 
 
 def _facts(found: TraceSummary) -> Table:
     table = Table(title=found.name, title_justify="left", box=SIMPLE_HEAD, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column(justify="right", no_wrap=True)
+    table.add_column()
+    table.add_column(justify="right")
     table.add_row("format", f"{found.format}, blocks of {found.block_tokens} tokens")
     if found.conversations is not None:
         table.add_row("conversations", f"{found.conversations:,}")
@@ -114,7 +115,7 @@ def _facts(found: TraceSummary) -> Table:
 
 def _distributions(found: TraceSummary) -> Table:
     table = Table(box=SIMPLE_HEAD)
-    table.add_column("of a request", no_wrap=True)
+    table.add_column("of a request")
     for name in found.prompt_tokens:
         table.add_column(name, justify="right")
     _add(table, "prompt tokens", found.prompt_tokens)

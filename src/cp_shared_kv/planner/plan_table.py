@@ -10,13 +10,15 @@ from rich.table import Table
 
 from cp_shared_kv.planner.capacity import ArrangementPlan, Plan
 from cp_shared_kv.planner.gpus import GIB
+from cp_shared_kv.planner.whole_cells import print_whole
 
+BF16_BYTES = 2
 Cell = Callable[[ArrangementPlan], str]
 
 
 def print_plan(plan: Plan, title: str, console: Console) -> None:
     """What fits, arrangement by arrangement, and what to mind."""
-    console.print(_table(plan, title))
+    print_whole(_table(plan, title), console)
     for note in notes(plan):
         console.print(f"  {note}", markup=False)
 
@@ -24,6 +26,13 @@ def print_plan(plan: Plan, title: str, console: Console) -> None:
 def notes(plan: Plan) -> list[str]:
     """What the figures leave out, where it matters."""
     found: list[str] = []
+    in_bf16 = BF16_BYTES * plan.parameters
+    if plan.memory_bytes is not None and in_bf16 > plan.weight_bytes:
+        found.append(
+            "Weights are split as in SGLang's servers, with the plugin there. `cpkv serve` has "
+            f"all of them on each rank, {_gib(in_bf16)} in bf16"
+            + (": this model does not fit it." if in_bf16 > plan.memory_bytes else ".")
+        )
     left, best = plan.activation_bytes, plan.arrangements[-1]
     scores = best.index_score_bytes
     if left is not None and scores > left:
@@ -42,9 +51,9 @@ def notes(plan: Plan) -> list[str]:
 
 def _table(plan: Plan, title: str) -> Table:
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
-    table.add_column("", no_wrap=True)
+    table.add_column("")
     for arrangement in plan.arrangements:
-        table.add_column(arrangement.arrangement, justify="right", no_wrap=True)
+        table.add_column(arrangement.arrangement, justify="right")
     if plan.memory_bytes is not None and plan.usable_bytes is not None:
         _same(table, plan, "memory of a rank", _gib(plan.memory_bytes))
         _same(table, plan, "weights", _gib(plan.weight_bytes))

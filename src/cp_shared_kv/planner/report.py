@@ -15,6 +15,7 @@ from cp_shared_kv.errors import CpkvError
 from cp_shared_kv.planner.provenance import provenance
 from cp_shared_kv.planner.sweep import Sweep
 from cp_shared_kv.planner.trace import Trace
+from cp_shared_kv.planner.whole_cells import print_whole
 
 Row = dict[str, Any]
 """One case, as `CaseResult.as_plain` gives it."""
@@ -49,12 +50,12 @@ def write_results(content: dict[str, Any], path: Path) -> None:
 
 def print_results(rows: Sequence[Row], console: Console) -> None:
     """Cache and work, latencies, balance, and descriptors where they were counted."""
-    console.print(_cache_table(rows))
-    console.print(_latency_table(rows))
-    console.print(_short_table(rows))
-    console.print(_balance_table(rows))
+    print_whole(_cache_table(rows), console)
+    print_whole(_latency_table(rows), console)
+    print_whole(_short_table(rows), console)
+    print_whole(_balance_table(rows), console)
     if any(row["descriptors"] for row in rows):
-        console.print(_descriptor_table(rows))
+        print_whole(_descriptor_table(rows), console)
 
 
 def _cache_table(rows: Sequence[Row]) -> Table:
