@@ -13,36 +13,10 @@ from typing import Any
 
 import pytest
 
-from cp_shared_kv.cli.app import run
 from cp_shared_kv.planner.model_catalogue import BUILT_IN
+from cp_shared_kv.planner.whole_cells import short_count
 
 Command = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def cpkv(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs the command in this process: (exit code, stdout, stderr)."""
-    monkeypatch.setenv("COLUMNS", "120")
-
-    def call(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["cpkv", *map(str, arguments)])
-        try:
-            code = run()
-        except SystemExit as stopped:  # how cyclopts ends on a flag that it refuses
-            code = int(stopped.code or 0)
-        seen = capsys.readouterr()
-        return code, seen.out, seen.err
-
-    return call
-
-
-@pytest.fixture
-def trace(tmp_path: Path) -> Path:
-    """Two agentic conversations of three requests each, of 10 to 12 pages."""
-    reqs = [[20.0 * n, 64 * (10 + n), 30, [[1, 10 + n]], 0, 5.0, 2.0] for n in range(3)]
-    path = tmp_path / "small.jsonl"
-    path.write_text("\n".join([json.dumps({"block_size": 64, "reqs": reqs})] * 2))
-    return path
 
 
 # plan --------------------------------------------------------------------------------------------
@@ -109,6 +83,7 @@ def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
     ("arguments", "said"),
     [
         (("glm-5",), "one of --gpu, --gpu-memory-gib and --kv-budget-gib"),
+        (("glm-5",), "say --gpu h200, for example; known are h20, h20-3e, h100"),
         (("glm-5", "--gpu", "h200", "--gpu-memory-gib", "80"), "drop one of the two"),
         (("glm-5", "--gpu", "h200", "--kv-budget-gib", "20"), "not clear"),
         (("deepseek-v3.2", "--gpu", "h20"), "--expert-parallel-size"),
@@ -176,6 +151,41 @@ def test_simulate_shows_every_case_and_writes_what_it_found(
         "format": "agentic", "conversations": 2, "requests": 6, "block_tokens": 64,
     }  # fmt: skip
     assert found["versions"]["numpy"]
+
+
+def test_simulate_says_what_its_figures_rest_on(cpkv: Command, trace: Path) -> None:
+    arguments = ("simulate", trace, "--users", "1", "--requests", "6")
+    said = " ".join(cpkv(*arguments)[1].split())
+    assert said.startswith(
+        "small.jsonl, 6 requests. Assumed: glm-5.2 on 8 h200, 233,280 tokens a rank (1x); decode "
+        "takes 20 ms a token; rates: assumed parts of the GPU's peaks, not measured. cache"
+    )
+    said = " ".join(
+        cpkv(*arguments, "--max-total-tokens", "640", "--answers", "recorded")[1].split()
+    )
+    assert "640 tokens a rank (1x); answers take as long as recorded" in said
+
+
+def test_few_tokens_are_counted_one_by_one(cpkv: Command, trace: Path) -> None:
+    out = cpkv("simulate", trace, "--users", "1", "--requests", "3")[1]
+    assert "768" in out  # computed: 12 pages of 33
+    assert "1,344" in out  # saved: the other 21
+    assert re.search(r"prompt tokens +4,224 ", cpkv("trace", "summarise", trace)[1])
+    assert [short_count(n) for n in (0, 9_999, 10_000, 9_999_499, 2_356_600_000)] == [
+        "0", "9,999", "10 k", "9,999 k", "2,357 M",
+    ]  # fmt: skip
+
+
+def test_a_trace_without_blocks_is_said_to_be_one(cpkv: Command, trace: Path) -> None:
+    for command in (("simulate",), ("trace", "summarise"), ("trace", "validate")):
+        users = ("--users", "1", "--requests", "1") if command == ("simulate",) else ()
+        assert "no block ids" not in cpkv(*command, trace, *users)[1]
+    path = trace.with_name("lengths.csv")
+    path.write_text("arrival_seconds,prompt_tokens,output_tokens\n0,6400,5\n1,640,5\n")
+    for command in (("simulate",), ("trace", "summarise"), ("trace", "validate")):
+        code, out, _ = cpkv(*command, path)
+        assert code == 0
+        assert "no block ids, so nothing can be found in a cache" in " ".join(out.split())
 
 
 def test_simulate_writes_json_to_stdout_and_nothing_else(cpkv: Command, trace: Path) -> None:
@@ -289,53 +299,16 @@ def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path
     assert "small.jsonl, line 3" in err
 
 
-# trace -------------------------------------------------------------------------------------------
-
-
-def test_a_good_trace_is_said_to_be_one(cpkv: Command, trace: Path) -> None:
-    code, out, _ = cpkv("trace", "validate", trace)
-    assert code == 0
-    assert out == "small.jsonl: agentic trace of 6 requests, nothing wrong\n"
-
-
-def test_every_line_that_is_wrong_is_named_in_one_go(cpkv: Command, trace: Path) -> None:
-    trace.write_text("x\n".join([trace.read_text().splitlines()[0] + "\n"] * 4))
-    code, out, _ = cpkv("trace", "validate", trace)
-    assert code == 1
-    assert [line.split(":")[0] for line in out.splitlines()] == [
-        "small.jsonl, line 2", "small.jsonl, line 4", "small.jsonl, line 6",
-    ]  # fmt: skip
-    code, out, _ = cpkv("trace", "validate", trace, "--most-errors", "1")
-    assert code == 1
-    assert out.splitlines()[1:] == ["... and 2 more"]
-
-
-@pytest.mark.parametrize("command", ["validate", "summarise"])
-def test_a_trace_that_is_not_there_ends_in_one_line(cpkv: Command, command: str) -> None:
-    code, out, err = cpkv("trace", command, "nowhere.jsonl")
-    assert code == 1
-    assert "the trace cannot be read: nowhere.jsonl" in out + err
-    assert (out + err).count("\n") == 1
-
-
-def test_a_trace_is_summarised_as_tables_and_as_json(cpkv: Command, trace: Path) -> None:
-    code, out, _ = cpkv("trace", "summarise", trace, "--lengths", "700")
-    assert code == 0
-    for text in ("conversations", "63.6%", "prompts longer than 700", "4 (66.7%)", "thinking"):
-        assert text in out
-    code, out, _ = cpkv("trace", "summarise", trace, "--json")
-    assert code == 0
-    found = json.loads(out)
-    assert (found["requests"], found["conversations"], found["distinct_blocks"]) == (6, 2, 24)
-
-
 # help --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("command", "shown"),
     [
-        ("plan", ("cpkv plan glm-5.2 --gpu h200", "--kv-budget-gib", "layer split")),
+        (
+            "plan",
+            ("cpkv plan glm-5.2 --gpu h200", "--kv-budget-gib", "layer split", "that of 141 GB"),
+        ),
         ("simulate", ("cpkv simulate agentic.jsonl --users 16", "--pool-multipliers", "stated")),
         ("trace", ("validate", "summarise")),
     ],

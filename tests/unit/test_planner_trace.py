@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -195,9 +196,26 @@ def test_a_file_without_a_request_is_refused(tmp_path: Path, content: bytes) -> 
         read_trace(path)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read"):
-        read_trace(tmp_path / "nothing.jsonl")
+@pytest.mark.parametrize("read", [read_trace, lambda path: validate(path, 20)])
+def test_a_file_that_cannot_be_read_is_refused_with_its_path_once(
+    tmp_path: Path, read: Callable[[Path], object]
+) -> None:
+    path = tmp_path / "nothing.jsonl"
+    with pytest.raises(TraceError) as refused:
+        read(path)
+    assert str(refused.value) == f"the trace cannot be read: {path} (No such file or directory)"
+
+
+@pytest.mark.parametrize(
+    "content", ["", "# A page\nwith text\n", '{"model_type": "x"}\n', "[\n", "a,b\n1,2\n", "[1]\n"]
+)
+def test_a_file_that_is_no_trace_is_told_the_three_formats(tmp_path: Path, content: str) -> None:
+    found = validation_of(tmp_path / "x", content)
+    assert found.wrong_lines == 1
+    said = str(found.errors[0])
+    assert "x is no trace of a known format" in said
+    for name in ("agentic conversations", "Mooncake's requests", "arrival_seconds"):
+        assert name in said
 
 
 def test_a_csv_field_without_end_is_refused_by_its_line(tmp_path: Path) -> None:
@@ -245,8 +263,6 @@ def test_a_file_of_wrong_lines_alone_is_not_told_to_be_empty_too(tmp_path: Path)
     assert not any("no request" in str(error) for error in found.errors)
     empty = validation_of(tmp_path / "t")
     assert empty.wrong_lines == 1
-    missing = validate(tmp_path / "nowhere", 20)
-    assert "cannot be read" in str(missing.errors[0])
 
 
 def test_what_validates_is_read(tmp_path: Path) -> None:

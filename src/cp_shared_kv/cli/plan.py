@@ -62,7 +62,7 @@ def plan(
     model
         deepseek-v3.2, glm-5 or glm-5.2; or a config.json, or the directory that has it.
     gpu
-        Kind of GPU: h20, h20-3e, h100, h200, h800 or b200.
+        Kind of GPU: h20 (the H20 of 96 GB), h20-3e (that of 141 GB), h100, h200, h800 or b200.
     gpu_memory_gib
         Memory of a GPU that is not in the list, in GiB, as its driver shows it.
     kv_budget_gib

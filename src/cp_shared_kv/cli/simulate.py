@@ -20,7 +20,13 @@ from cp_shared_kv.planner.model_catalogue import model_named
 from cp_shared_kv.planner.plot import draw_plots
 from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.rates import Rates
-from cp_shared_kv.planner.report import Row, all_results, print_results, write_results
+from cp_shared_kv.planner.report import (
+    Row,
+    all_results,
+    assumptions,
+    print_results,
+    write_results,
+)
 from cp_shared_kv.planner.simulate import AnswerTimes
 from cp_shared_kv.planner.sweep import (
     LONGEST_THINK_SECONDS,
@@ -106,7 +112,7 @@ def simulate(
     model
         Whose shapes the costs have: deepseek-v3.2, glm-5, glm-5.2, or a config.json.
     gpu
-        Whose rates: h20, h20-3e, h100, h200, h800 or b200.
+        Whose rates: h20 (the H20 of 96 GB), h20-3e (that of 141 GB), h100, h200, h800 or b200.
     attention_context_parallel_size
         Ranks that compute, N.
     max_total_tokens
@@ -205,7 +211,8 @@ def simulate(
     if as_json:
         print(json.dumps(content, indent=1))
     else:
-        print_results(rows, Console(highlight=False))
+        said = assumptions(sweep, recorded, model, kind.name)
+        print_results(rows, said, Console(highlight=False))
     if results is not None:
         write_results(content, results)
     if plots is not None:

@@ -13,11 +13,12 @@ from rich.table import Table
 
 from cp_shared_kv.cli.whole_numbers import WholeNumbers
 from cp_shared_kv.planner.ranges import check_at_least
+from cp_shared_kv.planner.trace import NO_BLOCKS
 from cp_shared_kv.planner.trace_files import read_trace
 from cp_shared_kv.planner.trace_files import validate as validate_file
 from cp_shared_kv.planner.trace_summary import Quantiles, TraceSummary
 from cp_shared_kv.planner.trace_summary import summarise as summarise_trace
-from cp_shared_kv.planner.whole_cells import print_whole
+from cp_shared_kv.planner.whole_cells import print_whole, short_count
 
 EXIT_WRONG = 1
 MOST_ERRORS = 20
@@ -52,6 +53,8 @@ def validate(file: Path, /, *, most_errors: int = MOST_ERRORS) -> int:
     if found.trace is not None:
         requests = f"{found.trace.requests:,} requests"
         print(f"{file.name}: {found.trace.format} trace of {requests}, nothing wrong")
+        if not found.trace.has_blocks:
+            print(NO_BLOCKS)
         return 0
     if found.wrong_lines > len(found.errors):
         print(f"... and {found.wrong_lines - len(found.errors):,} more")
@@ -84,13 +87,16 @@ def summarise(
     as_json
         Write the summary as JSON to stdout.
     """
-    found = summarise_trace(read_trace(file), tuple(lengths))
+    trace = read_trace(file)
+    found = summarise_trace(trace, tuple(lengths))
     if as_json:
         print(json.dumps(found.as_plain(), indent=1))
         return 0
     console = Console(highlight=False)
     print_whole(_facts(found), console)
     print_whole(_distributions(found), console)
+    if not trace.has_blocks:
+        console.print(f"  {NO_BLOCKS}", markup=False)
     return 0
 
 
@@ -104,7 +110,7 @@ def _facts(found: TraceSummary) -> Table:
     table.add_row("requests", f"{found.requests:,}")
     if found.span_seconds is not None:
         table.add_row("from first to last", f"{found.span_seconds:,.0f} s")
-    table.add_row("prompt tokens", f"{found.prompt_tokens_total / 1e6:,.1f} M")
+    table.add_row("prompt tokens", short_count(found.prompt_tokens_total))
     table.add_row("distinct blocks", f"{found.distinct_blocks:,}")
     table.add_row("found by a cache without limit", f"{found.reusable_fraction:.1%}")
     for length, count in found.longer_prompts.items():

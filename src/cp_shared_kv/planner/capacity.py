@@ -20,7 +20,7 @@ from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.formats.sections import index_sections, latent_sections
 from cp_shared_kv.memory.pool_sizes import PoolSizes
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.planner.gpus import GIB
+from cp_shared_kv.planner.gpus import GIB, GPUS
 from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.weight_bytes import WeightBytes, WeightSplit
 
@@ -56,7 +56,9 @@ class PlanRequest:
         if (self.memory_bytes is None) == (self.kv_budget_bytes is None):
             raise ConfigError(
                 "how much memory a rank has is not clear",
+                value="none was given" if self.memory_bytes is None else "two sizes were given",
                 allowed="one of --gpu, --gpu-memory-gib and --kv-budget-gib",
+                change=f"say --gpu h200, for example; known are {', '.join(GPUS)}",
             )
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(

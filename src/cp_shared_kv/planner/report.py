@@ -14,8 +14,8 @@ from rich.table import Table
 from cp_shared_kv.errors import CpkvError
 from cp_shared_kv.planner.provenance import provenance
 from cp_shared_kv.planner.sweep import Sweep
-from cp_shared_kv.planner.trace import Trace
-from cp_shared_kv.planner.whole_cells import print_whole
+from cp_shared_kv.planner.trace import NO_BLOCKS, Trace
+from cp_shared_kv.planner.whole_cells import print_whole, short_count
 
 Row = dict[str, Any]
 """One case, as `CaseResult.as_plain` gives it."""
@@ -48,8 +48,23 @@ def write_results(content: dict[str, Any], path: Path) -> None:
         ) from error
 
 
-def print_results(rows: Sequence[Row], console: Console) -> None:
-    """Cache and work, latencies, balance, and descriptors where they were counted."""
+def assumptions(sweep: Sweep, trace: Trace, model: str, gpu: str) -> str:
+    """What the figures rest on, in a sentence or two."""
+    answers = "answers take as long as recorded"
+    if sweep.answers == "modelled":
+        answers = f"decode takes {sweep.decode_seconds_per_token * 1000:g} ms a token"
+    groups = "" if sweep.groups == 1 else f"{sweep.groups} groups of "
+    said = (
+        f"{trace.name}, {sweep.requests:,} requests. Assumed: {model} on {groups}{sweep.cp_size} "
+        f"{gpu}, {sweep.physical_tokens:,} tokens a rank (1x); {answers}; rates: "
+        f"{sweep.rates.source}."
+    )
+    return said if trace.has_blocks else f"{said} {NO_BLOCKS}"
+
+
+def print_results(rows: Sequence[Row], said: str, console: Console) -> None:
+    """What they rest on; cache and work, latencies, balance, descriptors where counted."""
+    console.print(said, markup=False)
     print_whole(_cache_table(rows), console)
     print_whole(_latency_table(rows), console)
     print_whole(_short_table(rows), console)
@@ -65,8 +80,8 @@ def _cache_table(rows: Sequence[Row]) -> Table:
         {
             "hit rate": lambda row: f"{row['hit_rate']:.1%}",
             "refused": lambda row: f"{row['refused_requests']:,}",
-            "computed": lambda row: _millions(row["computed_tokens"]),
-            "saved": lambda row: _millions(row["saved_tokens"]),
+            "computed": lambda row: short_count(row["computed_tokens"]),
+            "saved": lambda row: short_count(row["saved_tokens"]),
             "evicted pages": lambda row: f"{row['evicted_pages']:,}",
             "prefill busy": lambda row: f"{row['prefill_busy']:.0%}",
         },
@@ -135,10 +150,6 @@ def _table(title: str, rows: Sequence[Row], columns: dict[str, Callable[[Row], s
         users = "-" if row["users"] is None else f"{row['users']:,}"
         table.add_row(f"{row['multiplier']}x", users, *(cell(row) for cell in columns.values()))
     return table
-
-
-def _millions(tokens: int) -> str:
-    return f"{tokens / 1e6:,.0f} M"
 
 
 def _seconds(quantiles: dict[str, float] | None, name: str) -> str:

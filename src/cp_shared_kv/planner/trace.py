@@ -19,6 +19,13 @@ Refuse = Callable[[TraceError], None]
 """What a reader does with a line that is wrong; where it returns, the line is left out."""
 
 
+NO_BLOCKS = (
+    "This format has no block ids, so nothing can be found in a cache: hit rates of 0 say nothing "
+    "about the workload."
+)
+"""To say where figures of a trace without blocks are shown."""
+
+
 def stop_at_first(error: TraceError) -> None:
     """The way to refuse a line where the trace is needed whole."""
     raise error
@@ -73,6 +80,11 @@ class Trace:
     def requests(self) -> int:
         """Rows in all."""
         return len(self.prompt_tokens)
+
+    @property
+    def has_blocks(self) -> bool:
+        """Whether the file says which prompts begin alike; without, nothing is ever cached."""
+        return self.format != "lengths"
 
     @property
     def has_answer_times(self) -> bool:

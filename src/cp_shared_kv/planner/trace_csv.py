@@ -49,6 +49,12 @@ def read_lengths(path: Path, refuse: Refuse = stop_at_first) -> Trace:
     return builder.build(path, "lengths", block_tokens=BLOCK_TOKENS)
 
 
+def has_known_column(line: str) -> bool:
+    """Whether a CSV's first line names any column of such a trace."""
+    names = {name.strip().strip('"').lower() for name in line.split(",")}
+    return any(names & set(known) for known in _NAMES.values())
+
+
 def _rows(path: Path, rows: csv.DictReader[str]) -> Iterator[Row]:
     try:
         yield from rows

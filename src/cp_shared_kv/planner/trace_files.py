@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from cp_shared_kv.errors import TraceError
 from cp_shared_kv.planner.trace import Refuse, Trace, stop_at_first
-from cp_shared_kv.planner.trace_csv import read_lengths
-from cp_shared_kv.planner.trace_json import read_agentic, read_mooncake
+from cp_shared_kv.planner.trace_csv import has_known_column, read_lengths
+from cp_shared_kv.planner.trace_json import MooncakeLine, read_agentic, read_mooncake
 
 _FIRST_BYTES = 1 << 16
+_SHOWN_BYTES = 40
 
 
 def read_trace(path: Path, refuse: Refuse = stop_at_first) -> Trace:
     """The trace in a file. TraceError, with the line, for anything that is none."""
     try:
         first = _first_line(path)
+        if not _looks_like_a_trace(first):
+            raise _no_trace(path, first)
         if not first.startswith(b"{"):
             return read_lengths(path, refuse)
         return read_agentic(path, refuse) if b'"reqs"' in first else read_mooncake(path, refuse)
     except (OSError, UnicodeDecodeError) as error:
-        raise TraceError("the trace cannot be read", value=f"{path} ({error})") from error
+        why = error.strerror if isinstance(error, OSError) else "it is no text in UTF-8"
+        raise TraceError("the trace cannot be read", value=f"{path} ({why})") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,10 @@ class Validation:
 
 
 def validate(path: Path, most_errors: int) -> Validation:
-    """Read a file to its end and keep the first `most_errors` things that are wrong with it."""
+    """Read a file to its end and keep the first `most_errors` things that are wrong with it.
+
+    TraceError for a file that the system does not let us read.
+    """
     errors: list[TraceError] = []
     wrong = 0
 
@@ -48,11 +58,34 @@ def validate(path: Path, most_errors: int) -> Validation:
     try:
         trace = read_trace(path, note)
     except TraceError as error:
+        if isinstance(error.__cause__, OSError):
+            raise
         # A file of wrong lines alone has no request either, which then need not be said.
         if not wrong or error.__cause__ is not None:
             note(error)
         trace = None
     return Validation(None if wrong else trace, tuple(errors), wrong)
+
+
+def _looks_like_a_trace(first: bytes) -> bool:
+    """Whether a first line has anything of a format that is known, right or wrong."""
+    if not first.startswith(b"{"):
+        return has_known_column(first.decode("utf-8-sig"))
+    # What cannot be decoded is a line that is wrong, of a trace that may be right.
+    with suppress(msgspec.DecodeError, RecursionError):
+        return bool(msgspec.json.decode(first).keys() & {"reqs", *MooncakeLine.__struct_fields__})
+    return True
+
+
+def _no_trace(path: Path, first: bytes) -> TraceError:
+    shown = first[:_SHOWN_BYTES].decode(errors="replace").strip()
+    return TraceError(
+        f"{path.name} is no trace of a known format",
+        value=f"its first line is {shown!r}" if first else "it is empty",
+        allowed="agentic conversations or Mooncake's requests, a JSON object a line; or a CSV with "
+        "arrival_seconds, prompt_tokens and output_tokens",
+        change="see docs/planning.md for a line of each",
+    )
 
 
 def _first_line(path: Path) -> bytes:

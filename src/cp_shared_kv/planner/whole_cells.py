@@ -7,6 +7,13 @@ from rich.console import Console
 from rich.table import Table
 
 
+def short_count(count: int) -> str:
+    """A number of tokens in at most five digits: 9,216, 812 k or 2,357 M."""
+    if count < 10_000:
+        return f"{count:,}"
+    return f"{count / 1e3:,.0f} k" if count < 10_000_000 else f"{count / 1e6:,.0f} M"
+
+
 def print_whole(table: Table, console: Console) -> None:
     """Print a table whose figures stay whole, if need be in lines longer than the terminal's.
 
