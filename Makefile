@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help run serve test check lint types unit beside format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: FORCE help run serve test check lint types unit beside format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -85,13 +85,23 @@ test-clients: $(CLIENTS)/.ready ## runs of SGLang's bench_serving and of AIPerf,
 clean: ## remove the environment and every cache
 	rm -rf $(VENV) .cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 
+# A TORCH_INDEX that is given changes an environment of another; one that is not, never.
+TORCH_CHOICE := index=$(TORCH_INDEX)
+ifneq ($(origin TORCH_INDEX),file)
+ifneq ($(shell cat $(VENV)/.torch 2>/dev/null),$(TORCH_CHOICE))
+$(VENV)/.torch: FORCE
+endif
+endif
+FORCE:
+
 $(VENV)/.torch:
 	@[ "$$(uname -s)" = Linux ] || { echo "cp-shared-kv runs on Linux only; this is $$(uname -s). Use a Linux machine, VM or container." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make run PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@[ ! -e $@ ] || { echo "removing the torch that is there ..."; $(BIN)/pip uninstall -q -y torch; }
 	@echo "installing torch (once) ..."
-	@[ -z "$(TORCH_INDEX)" ] || $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 --index-url "$(TORCH_INDEX)" 'torch>=2.11,<2.14' || echo "no CPU build from $(TORCH_INDEX); pip's default build follows (several GB)"
-	@touch $@
+	@[ -z "$(TORCH_INDEX)" ] || $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 --index-url "$(TORCH_INDEX)" 'torch>=2.11,<2.14' || echo "no torch from $(TORCH_INDEX); pip's default build follows (several GB)"
+	@echo "$(TORCH_CHOICE)" > $@
 
 $(VENV)/.engine: $(VENV)/.torch pyproject.toml
 	@echo "installing cp-shared-kv (once) ..."

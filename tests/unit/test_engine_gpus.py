@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -132,6 +134,17 @@ def test_pools_fill_the_fullest_gpu_and_no_more(gpu_count: int, decode_tokens: i
     larger = resolve_limits(more, model.pool_spec, model.context_length, gpus=places)
     with pytest.raises(CapacityError, match="too little memory on a GPU"):
         check_gpu_memory(larger, places)
+
+
+def test_a_cpu_build_is_replaced_by_the_command_that_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", None)
+    needed = re.search(
+        r'"(torch>=.*?)"', (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    )
+    assert needed is not None
+    assert f"pip install --force-reinstall '{needed[1]}' --index-url" in (gpus._look().change or "")
 
 
 def test_no_gpu_is_one_clear_line(monkeypatch: pytest.MonkeyPatch) -> None:

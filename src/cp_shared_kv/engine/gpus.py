@@ -99,7 +99,8 @@ def _look() -> _Sight:
         return _Sight(
             [],
             f"torch {torch.__version__} is a build for CPUs",
-            "install one for CUDA: pip install torch --index-url "
+            # Without --force-reinstall pip takes this build for good enough.
+            "install one for CUDA: pip install --force-reinstall 'torch>=2.11,<2.14' --index-url "
             "https://download.pytorch.org/whl/cu130",
         )
     if not torch.cuda.is_available():

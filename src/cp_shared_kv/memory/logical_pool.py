@@ -276,7 +276,7 @@ class LogicalPool:
         check_whole_number("pages of a room", page_count, at_least=0)
         if page_count > self.total_pages:
             raise CapacityError(
-                "a room can never fit the pool",
+                "a request (room) can never fit the pool",
                 value=f"{page_count} pages",
                 allowed=f"at most {self.total_pages} pages",
                 change="shorten the prompt, lower max_tokens or add ranks",
