@@ -28,6 +28,7 @@ app = App(
     default_parameter=Parameter(negative=()),
     help_formatter=HELP_FORMATTER,
     result_action="return_value",
+    suppress_keyboard_interrupt=False,  # run() says it
 )
 # By name, so that help and a refused flag need not wait for torch, which the demo imports.
 app.command(

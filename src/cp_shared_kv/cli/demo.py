@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import distribution
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
+import httpx
 import numpy as np
 from cyclopts import Parameter
 from rich.console import Console
@@ -18,10 +21,11 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 
 from cp_shared_kv.cli.completion_stream import Completion, stream_completion
 from cp_shared_kv.cli.ownership_picture import ownership_picture
+from cp_shared_kv.cli.stop_signals import on_stop_signals
 from cp_shared_kv.engine.cluster import Cluster
 from cp_shared_kv.engine.config import Device, EngineConfig, KVRead, TransferBackend
 from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
-from cp_shared_kv.errors import CapacityError, CpkvError
+from cp_shared_kv.errors import CapacityError, ConfigError, CpkvError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.server.serve import open_listener
 from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
@@ -68,6 +72,8 @@ def demo(
         Damage one byte of one page of the replay, to see that the comparison notices.
     """
     started = time.monotonic()
+    _check_backend(disaggregation_transfer_backend)
+    on_stop_signals(_stop)
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as scratch:
         shared = Path(scratch) / "shared"
         cp_size, physical_tokens = RANKS[device]
@@ -112,9 +118,27 @@ def _run(config: EngineConfig, shared: Path, scratch: Path, *, flip_byte: bool) 
             _show_transfer(cluster, log_file, 1)
             comparison = _replay(cluster, shared, replicated, flip_byte=flip_byte)
         except CpkvError:
-            out.print(_tail(log_file), markup=False)
+            if log_file.exists():  # else no process had begun
+                out.print(_tail(log_file), markup=False)
             raise
     return _verdict(comparison)
+
+
+def _check_backend(backend: TransferBackend) -> None:
+    if backend == "mooncake" and find_spec("mooncake") is None:
+        raise ConfigError(
+            "--disaggregation-transfer-backend needs a package that is not installed",
+            value=backend,
+            allowed="shared_memory",
+            change="pip install 'cp-shared-kv[mooncake]'",
+        )
+
+
+def _stop() -> NoReturn:
+    """Said before the processes are ended, which takes some seconds."""
+    with suppress(OSError):  # the terminal may be what has gone
+        print("cpkv: stopping ...", file=sys.stderr, flush=True)
+    raise KeyboardInterrupt
 
 
 def _start(stack: ExitStack, config: EngineConfig, log_file: Path) -> tuple[Cluster, str]:
@@ -172,6 +196,8 @@ def _prefill_with_progress(url: str, prompt: str, log_file: Path, new_tokens: in
             result.append(stream_completion(url, prompt, OUTPUT_TOKENS))
         except CpkvError as error:
             result.append(error)
+        except httpx.HTTPError as error:
+            result.append(CpkvError("the server has not answered", value=error))
 
     worker = threading.Thread(target=work, daemon=True)
     with _progress() as (progress, task):
