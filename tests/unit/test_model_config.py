@@ -162,10 +162,15 @@ def test_the_context_length_is_the_configs(tmp_path: Path) -> None:
 
 
 def test_a_missing_directory_or_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="nowhere"):
+    with pytest.raises(CheckpointError, match=r"nowhere.*\*\.safetensors$"):
         ModelConfig.from_directory(tmp_path / "nowhere")
-    with pytest.raises(CheckpointError, match=r"config\.json"):
+    with pytest.raises(CheckpointError, match=r"config\.json .*to change it: give --model-path"):
         ModelConfig.from_directory(tmp_path)
+
+
+def test_the_name_of_a_hub_is_told_how_to_become_a_directory() -> None:
+    with pytest.raises(CheckpointError, match=r"DeepSeek-V3\.2.*not downloaded.*hf download NAME"):
+        ModelConfig.from_directory("deepseek-ai/DeepSeek-V3.2")
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "", "[" * 100_000])

@@ -7,6 +7,7 @@ from typing import Annotated
 from cyclopts import App, Parameter
 
 from cp_shared_kv.integrations.sglang import doctor as plugin_doctor
+from cp_shared_kv.integrations.sglang import versions
 
 app = App(name="sglang", help="The plugin for SGLang: whether it fits what is installed.")
 
@@ -27,4 +28,9 @@ def doctor(
         findings += plugin_doctor.check_command_line(server_arguments)
     for finding in findings:
         print(f"{'ok  ' if finding.good else 'BAD '} {finding.what}: {finding.detail}")
+    if versions.release(versions.installed_version()) is None:
+        print(
+            "next: run this with the Python of SGLang's environment, or install a tested release "
+            f"into this one: pip install sglang=={versions.SUPPORTED[-1]}"
+        )
     return 0 if all(finding.good for finding in findings) else 1

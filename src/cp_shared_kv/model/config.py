@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,7 +85,7 @@ class ModelConfig:
             raise CheckpointError(
                 "no such model directory",
                 value=directory,
-                change="give --model-path a directory with config.json and *.safetensors",
+                change=_NEEDED + (_FROM_A_HUB if _HUB_NAME.fullmatch(str(directory)) else ""),
             )
         config = _read_json(directory / "config.json")
         generation = directory / "generation_config.json"
@@ -146,12 +147,20 @@ _SIZES = (
 )
 
 
+_NEEDED = "give --model-path a directory with config.json and *.safetensors"
+_HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+_FROM_A_HUB = (
+    "; names of Hugging Face's hub are not downloaded here, but by hf download NAME --local-dir "
+    "DIRECTORY (pip install huggingface_hub)"
+)
+
+
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"cannot read {path.name}", value=f"{path} ({error.strerror})"
+            f"cannot read {path.name}", value=f"{path} ({error.strerror})", change=_NEEDED
         ) from error
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} is not JSON", value=f"{path} ({error})") from error

@@ -84,9 +84,10 @@ async def answer_api_error(_request: Request, error: Exception) -> Response:
 async def answer_http_exception(request: Request, error: Exception) -> Response:
     """Exception handler for what the routing itself refuses: unknown path, wrong method."""
     assert isinstance(error, HTTPException)
+    allowed = ", ".join(sorted((error.headers or {}).get("Allow", "").split(", ")))
     messages = {
-        404: "no such path; the API is under /v1, see also /health, /server_info and /metrics",
-        405: f"{request.method} is not allowed here",
+        404: "no such path; /docs lists all that there are",
+        405: f"{request.method} is not allowed here; allowed: {allowed}",
     }
     message = messages.get(error.status_code, error.detail)
     return ApiError(error.status_code, message, headers=error.headers).response()

@@ -170,13 +170,13 @@ def test_an_unknown_model_is_not_found(client):
 
 
 def test_unknown_paths_and_methods(http):
-    error_of(http.get("/v1/nothing"), 404)
+    assert "/docs lists all" in error_of(http.get("/v1/nothing"), 404)["message"]
     error_of(http.post("/"), 405)
     error_of(http.post("/nothing"), 404)
     response = http.get("/v1/completions")
-    error_of(response, 405)
+    assert error_of(response, 405)["message"] == "GET is not allowed here; allowed: POST"
     assert response.headers["allow"] == "POST"
-    error_of(http.delete("/v1/models"), 405)
+    assert "allowed: GET, HEAD" in error_of(http.delete("/v1/models"), 405)["message"]
 
 
 def test_errors_never_repeat_the_prompt(http):
