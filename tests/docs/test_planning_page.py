@@ -13,6 +13,8 @@ from types import ModuleType
 
 import pytest
 
+from cp_shared_kv.cli.app import run
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -79,6 +81,22 @@ def test_figures_of_the_findings_are_among_the_results(generator: ModuleType) ->
     assert {figure for figure in figures if figure not in page} == set()
     readme = (ROOT / "README.md").read_text().split("## Planning")[1].split("\n## ")[0]
     assert all(figure in page for figure in re.findall(r"\d+\.\d%", readme))
+
+
+def test_the_example_of_the_readme_finds_what_is_said_there(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    planning = (ROOT / "README.md").read_text().split("## Planning")[1].split("\n## ")[0]
+    found = re.search(r"cpkv (simulate tests/\S+ .*)", planning)
+    said = re.findall(r"(\d+\.\d) %", planning)
+    assert found is not None
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr("sys.argv", ["cpkv", *found[1].split(), "--json"])
+    assert run() == 0
+    rates = {
+        row["multiplier"]: row["hit_rate"] for row in json.loads(capsys.readouterr().out)["cases"]
+    }
+    assert said == [f"{100 * rates[pools]:.1f}" for pools in (1, 4)]
 
 
 def test_every_run_was_made_from_committed_code_with_the_settings_that_its_command_has(

@@ -28,7 +28,6 @@ FLAGS_OF_OTHER_COMMANDS = {
     "--help",  # of every command
     "--flip-byte",  # of cpkv demo
     "--gpu",  # of cpkv plan
-    "--users",  # of cpkv simulate
     "--index-url",  # of pip
     "--shm-size",  # of docker
     "--ipc",
@@ -127,7 +126,7 @@ def without_proxies() -> dict[str, str]:
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_the_curl_examples_are_answered(url: str) -> None:
     commands = [code for code in blocks(README, "sh") if code.startswith("curl")]
-    answers = ['"object":"text_completion"', '"object":"chat.completion"', '"output_ids":[']
+    answers = ['"object":"text_completion"', '"object":"chat.completion.chunk"', '"output_ids":[']
     for command, answer in zip(commands, answers, strict=True):
         assert SERVED_AT in command
         done = subprocess.run(

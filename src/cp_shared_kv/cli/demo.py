@@ -240,8 +240,8 @@ def _show_transfer(cluster: Cluster, log_file: Path, request: int) -> None:
             raise CpkvError("the ranks did not report their transfers", value=lines)
         time.sleep(0.02)
     out.print(
-        "  pages to decode (a descriptor is one copy of neighbouring pages, in each layer and "
-        "kind of page):"
+        "  pages to decode (a descriptor is one copy of neighbouring pages; all layers, both kinds "
+        "of page):"
     )
     for line in lines:
         out.print(f"  {line}", markup=False)
