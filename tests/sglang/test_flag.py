@@ -8,6 +8,7 @@ import dataclasses
 import multiprocessing
 import os
 import pickle
+from pathlib import Path
 
 import pytest
 from spawned import flag_in_child
@@ -78,6 +79,16 @@ def test_drafts_by_the_models_next_token_layer_are_accepted(model_path: str) -> 
     assert args.speculative_draft_model_path == model_path
 
 
+def test_a_draft_of_its_own_is_refused(model_path: str, tmp_path: Path) -> None:
+    other = tmp_path / "draft"
+    other.mkdir()
+    (other / "config.json").write_text((Path(model_path) / "config.json").read_text())
+    own = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", str(other)]
+
+    with pytest.raises(ConfigError, match=f"--speculative-draft-model-path = {other}"):
+        _parse(_prefill(model_path, *own))
+
+
 def test_it_goes_wherever_server_args_go(model_path: str) -> None:
     args = _parse(_prefill(model_path))
     answers: multiprocessing.Queue[bool] = multiprocessing.get_context("spawn").Queue()
@@ -111,10 +122,6 @@ def test_it_goes_wherever_server_args_go(model_path: str) -> None:
         (["--nsa-prefill-backend", "trtllm"], "--nsa-prefill-backend"),
         (["--nsa-decode-backend", "trtllm"], "--nsa-decode-backend"),
         (["--kv-cache-dtype", "fp8_e4m3"], "--nsa-prefill-backend = flashmla_kv"),
-        (
-            ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", "/elsewhere"],
-            "--speculative-draft-model-path = /elsewhere",
-        ),
     ],
 )
 def test_refused_with_the_setting_named(model_path: str, more: list[str], named: str) -> None:
