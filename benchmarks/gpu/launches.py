@@ -20,7 +20,7 @@ from cp_shared_kv.memory.mapped_buffers import MappedBuffer
 from cp_shared_kv.memory.pool import KVPool
 from cp_shared_kv.reads.peer_pull import PeerPullReader
 from cp_shared_kv.reads.plan import BatchSpan, ReadPlan
-from cp_shared_kv.reads.read_costs import LAUNCH_SECONDS, ROWS_LAUNCHES
+from cp_shared_kv.reads.read_costs import LAUNCH_SECONDS, ROWS_HOST_SECONDS
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
 
@@ -48,11 +48,8 @@ def run(progress: Progress) -> Measurement:
         progress("", ROUNDS, ROUNDS)
     finally:
         dist.destroy_process_group()
-    medians = {name: sorted(taken)[len(taken) // 2] for name, taken in samples.items()}
     figures: dict[str, object] = {
-        "assumed seconds a launch": LAUNCH_SECONDS,
-        "seconds a launch, of a pull": medians[PULL],
-        "seconds a launch, of selected rows": medians[ROWS] / ROWS_LAUNCHES,
+        "seconds that auto reckons with": {PULL: LAUNCH_SECONDS, ROWS: ROWS_HOST_SECONDS}
     }
     return Measurement({"calls": CALLS, "rounds": ROUNDS}, samples, figures=figures)
 

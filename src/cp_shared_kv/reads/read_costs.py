@@ -1,5 +1,6 @@
 """How long a GPU reads a batch's prefixes, each way: bytes over the link by the rates that were
-measured between two H200 (docs/gpu/README.md)."""
+measured between two H200 (docs/gpu/README.md), or what the host takes to ask for them if that
+is longer: it runs ahead of the GPU as long as it can."""
 
 from __future__ import annotations
 
@@ -11,10 +12,10 @@ ROWS_BYTES_PER_SECOND = 329e9
 BARRIER_SECONDS = 3.1e-6
 FIND_SECONDS = 16e-6
 """To find the rows that were selected, make them unique and number them."""
-LAUNCH_SECONDS = 5e-6
-"""Of the host for a kernel; an estimate. Nothing hides it where the reads are short."""
-ROWS_LAUNCHES = 9
-"""To find rows and to fetch them, copies and conversions included."""
+LAUNCH_SECONDS = 21e-6
+"""Of the host to read pages by one kernel. Nothing hides it where the reads are short."""
+ROWS_HOST_SECONDS = 144e-6
+"""Of the host to find rows and to fetch them, copies and conversions included."""
 BLOCK_LAUNCHES = 8
 """For a block of index K more: to read it, its scores, and the best so far."""
 
@@ -76,11 +77,12 @@ def sparse_seconds(model: ModelReads, batch: BatchReads, most_pages: int | None)
         tokens_at_once = max(1, most_pages * model.page_size // model.topk)
         rows, parts = indices, -(-batch.new_tokens // tokens_at_once)
         blocks = -(-batch.pages // most_pages)
-        index_seconds = index_bytes / PULL_BYTES_PER_SECOND
-        index_seconds += blocks * BLOCK_LAUNCHES * LAUNCH_SECONDS
+        index_seconds = max(
+            index_bytes / PULL_BYTES_PER_SECOND, blocks * BLOCK_LAUNCHES * LAUNCH_SECONDS
+        )
     remote_share = batch.remote_pages / max(1, batch.pages)
     row_seconds = rows * remote_share * model.row_bytes / ROWS_BYTES_PER_SECOND
-    row_seconds += parts * (FIND_SECONDS + ROWS_LAUNCHES * LAUNCH_SECONDS)
+    row_seconds = max(row_seconds + parts * FIND_SECONDS, parts * ROWS_HOST_SECONDS)
     return model.layers * row_seconds + model.index_layers * index_seconds
 
 
@@ -89,8 +91,8 @@ def _pages_seconds(remote_bytes: float) -> float:
 
 
 def _pull_seconds(remote_bytes: float) -> float:
-    return LAUNCH_SECONDS + remote_bytes / PULL_BYTES_PER_SECOND
+    return max(LAUNCH_SECONDS, remote_bytes / PULL_BYTES_PER_SECOND)
 
 
 def _push_seconds(remote_bytes: float) -> float:
-    return LAUNCH_SECONDS + remote_bytes / PUSH_BYTES_PER_SECOND + BARRIER_SECONDS
+    return max(LAUNCH_SECONDS, remote_bytes / PUSH_BYTES_PER_SECOND + BARRIER_SECONDS)
