@@ -108,6 +108,9 @@ def test_the_epsilon_is_the_configs_else_the_architectures(
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps"),
         ({"routed_scaling_factor": -1}, "routed_scaling_factor"),
         ({"max_position_embeddings": None}, "max_position_embeddings"),
+        ({"eos_token_id": 257}, "eos_token_id"),
+        ({"eos_token_id": [2, 257]}, "eos_token_id"),
+        ({"vocab_size": 1, "eos_token_id": 1}, "eos_token_id"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name_with_what_is_allowed(
@@ -151,9 +154,10 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> No
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (1,)
     write(tmp_path, "generation_config.json", {"eos_token_id": [256, 2]})
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (256, 2)
-    write(tmp_path, "generation_config.json", {"eos_token_id": "end"})
-    with pytest.raises(ConfigError, match="eos_token_id"):
-        ModelConfig.from_directory(tmp_path)
+    for unusable in ("end", 257):
+        write(tmp_path, "generation_config.json", {"eos_token_id": unusable})
+        with pytest.raises(ConfigError, match="eos_token_id"):
+            ModelConfig.from_directory(tmp_path)
 
 
 def test_the_context_length_is_the_configs(tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ def _check_consistent(config: ModelConfig) -> None:
     require(rope % 2 == 0, "qk_rope_head_dim", rope, "an even number")
     index = config.index_head_dim
     require(index >= rope, "index_head_dim", index, f"at least qk_rope_head_dim ({rope})")
+    vocab, ends = config.vocab_size, config.eos_token_ids
+    require(max(ends, default=0) < vocab, "eos_token_id", ends, f"below vocab_size ({vocab})")
     if not any(config.sparse_mlp_layers):
         return
     experts, groups, chosen = config.n_routed_experts, config.n_group, config.topk_group
