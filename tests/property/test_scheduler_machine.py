@@ -283,9 +283,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         """Transfers break, at any time; the room may be stopped then, or later by decode."""
         running = self.in_stage(Stage.PREFILLING, Stage.SENDING)
         name = data.draw(st.sampled_from(running), label="room")
+        failing = failing & (set(range(self.cp_size)) - self.rooms[name].concluded)
         if stopped:
-            self.stop(name)
-        for rank in failing & (set(range(self.cp_size)) - self.rooms[name].concluded):
+            self.stop(name)  # which ends it where every rank has concluded before
+        for rank in failing:
             self.conclude(name, rank)
 
     def conclude(self, name: int, rank: int) -> None:
