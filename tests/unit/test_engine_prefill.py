@@ -967,7 +967,7 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
 ) -> None:
     group = Controller()
     for room in (1, 2):
-        group.submit(room, tokens=4)
+        group.submit(room, tokens=4, first=room)
         group.reserve(room, pages=1)
     batch = group.step()
     group.done(batch, 0, without=[1, 99])
@@ -983,7 +983,9 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
         group.conclude(2, rank)
     assert group.take() == [("server", refused(1, NO_NUMBERS))]
     assert f"room 1: {NO_NUMBERS}" in caplog.text
-    assert group.stats().failed_rooms_total == 1
+    stats = group.stats()
+    assert stats.failed_rooms_total == 1
+    assert stats.cached_tokens == PAGE_SIZE  # room 2's alone
 
 
 def test_a_room_without_a_token_that_is_not_at_its_end_goes_on() -> None:

@@ -247,6 +247,32 @@ def test_a_stopped_prompt_leaves_what_it_computed_in_the_cache() -> None:
     assert group.pool.locked_pages == 0
 
 
+def test_what_gave_no_numbers_once_is_computed_anew_for_the_next_prompt() -> None:
+    group = Group(chunk_tokens=8)
+    tokens = prompt(1, 8)
+    request = group.open(1, tokens)
+    planned = group.scheduler.next_batch()
+    assert planned is not None
+    assert group.scheduler.batch_done(planned[0].batch_id, {1}) == ([request], [])
+    assert group.pool.match(request.page_keys) == 0
+    assert group.scheduler.abort(1, "no numbers") is None
+    group.finish(1)
+    assert group.pool.match(request.page_keys) == 0
+    group.open(2, tokens)
+    assert shares(group.run()) == [(2, 0, 8)]
+    assert group.pool.match(request.page_keys) == 2
+
+
+def test_a_row_without_numbers_before_the_end_of_the_prompt_says_nothing() -> None:
+    group = Group(chunk_tokens=4)
+    request = group.open(1, prompt(1, 8))
+    for without in ({1}, set[int]()):
+        planned = group.scheduler.next_batch()
+        assert planned is not None
+        group.scheduler.batch_done(planned[0].batch_id, without)
+    assert group.pool.match(request.page_keys) == 2
+
+
 def test_a_batch_is_finished_before_its_stopped_request_ends() -> None:
     group = Group(chunk_tokens=4)
     request = group.open(1, prompt(1, 12))

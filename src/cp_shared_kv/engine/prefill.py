@@ -277,9 +277,9 @@ class PrefillController:
         self._figures.computed(message)
         if len(self._done) < self._cp_size:
             return
-        completed, gone = self.scheduler.batch_done(message.batch_id)
-        decodes = {request.room: request.decode for request in completed}
         without = {room for done in self._done.values() for room in done.without_token}
+        completed, gone = self.scheduler.batch_done(message.batch_id, without)
+        decodes = {request.room: request.decode for request in completed}
         for room in sorted(without & decodes.keys()):
             del decodes[room]
             logger.error("room %d: %s", room, NO_NUMBERS)

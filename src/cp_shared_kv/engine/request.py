@@ -48,6 +48,8 @@ class PrefillRequest:
     next_chunk: int = 0
     concluded_ranks: set[int] = field(default_factory=set[int])
     failure: str | None = None
+    without_numbers: bool = False
+    """The row that was to choose its first token held NaN or infinity."""
     answered: bool = False
     """The server has been told that it ends here."""
 

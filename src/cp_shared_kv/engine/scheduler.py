@@ -7,6 +7,7 @@ prompt fit the logical pool: a running request never waits for pages, so nothing
 from __future__ import annotations
 
 from collections.abc import Iterator
+from collections.abc import Set as AbstractSet
 
 import numpy as np
 import numpy.typing as npt
@@ -67,11 +68,14 @@ class PrefillScheduler:
         request.stage = Stage.RESERVED
         self._admission_queue.append(request.room)
 
-    def batch_done(self, batch_id: int) -> tuple[list[PrefillRequest], list[PrefillRequest]]:
+    def batch_done(
+        self, batch_id: int, without_token: AbstractSet[int] = frozenset()
+    ) -> tuple[list[PrefillRequest], list[PrefillRequest]]:
         """Book the batch in flight as computed on every rank.
 
-        Returns the prompts that it completed, and the requests that are gone with it because
-        every rank had concluded them before.
+        `without_token` are the rooms whose last row held no numbers: a prompt that ends so leaves
+        nothing more in the cache. Returns the prompts that it completed, and the requests that
+        are gone with it because every rank had concluded them before.
         """
         batch = self._in_flight
         if batch is None or batch.batch_id != batch_id:
@@ -82,6 +86,8 @@ class PrefillScheduler:
         for part in batch.requests:
             request = self._requests[part.room]
             request.computed_tokens += part.new_tokens
+            if part.last and part.room in without_token:
+                request.without_numbers = True
             if request.failure is None:
                 self._publish(request)  # prompts that come now need not wait for all of this one
                 if not part.last:
@@ -250,6 +256,8 @@ class PrefillScheduler:
         )
 
     def _publish(self, request: PrefillRequest) -> None:
+        if request.without_numbers:
+            return  # what was wrong once would be so for every prompt that begins like this one
         full_pages = request.computed_tokens // self.pool.page_size
         self.pool.publish(request.room, request.page_keys[:full_pages])
 
