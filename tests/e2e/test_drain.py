@@ -33,19 +33,12 @@ class Served:
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    path: str = "/v1/completions"
 
     def post(self, max_tokens: int, *, stream: bool = False) -> httpx.Response:
         """Ask for exactly so many tokens."""
-        body = {
-            "model": "demo",
-            "prompt": f"answer with {max_tokens} tokens",
-            "max_tokens": max_tokens,
-            "ignore_eos": True,
-            "stream": stream,
-        }
-        if stream:
-            body["stream_options"] = {"include_usage": True}
-        return httpx.post(f"{self.url}/v1/completions", json=body, trust_env=False, timeout=90)
+        body = request(self.path, max_tokens, stream)
+        return httpx.post(self.url + self.path, json=body, trust_env=False, timeout=90)
 
     def usage(self) -> dict[str, Any]:
         return httpx.get(f"{self.url}/server_info", trust_env=False).json()["usage"]
@@ -58,6 +51,26 @@ class Served:
     def health(self) -> tuple[int, str]:
         response = httpx.get(f"{self.url}/health", trust_env=False)
         return response.status_code, response.json().get("reason", "")
+
+
+def request(path: str, max_tokens: int, stream: bool) -> dict[str, Any]:
+    """What `path` is to be asked for so many tokens."""
+    text = f"answer with {max_tokens} tokens"
+    if path == "/generate":
+        sampling = {"max_new_tokens": max_tokens, "ignore_eos": True}
+        return {"text": text, "sampling_params": sampling, "stream": stream}
+    body: dict[str, Any] = {"model": "demo", "max_tokens": max_tokens, "ignore_eos": True}
+    if path == "/v1/chat/completions":
+        body["messages"] = [{"role": "user", "content": text}]
+    else:
+        body["prompt"] = text
+    return body | ({"stream": True, "stream_options": {"include_usage": True}} if stream else {})
+
+
+def answered_tokens(body: dict[str, Any]) -> int:
+    """Output tokens that an answer, or the end of a stream, counts."""
+    usage = body.get("usage") or body["meta_info"]
+    return usage["completion_tokens"]
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -128,11 +141,15 @@ def assert_ended_well(server: Served, seconds: float) -> None:
     assert "Traceback" not in log
 
 
-def test_what_is_under_way_or_queued_is_answered_in_full_and_nothing_new(tmp_path: Path) -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generate"])
+def test_what_is_under_way_or_queued_is_answered_in_full_and_nothing_new(
+    tmp_path: Path, path: str
+) -> None:
     with (
         served(tmp_path, shutdown_timeout=60, answer_tokens=400) as server,
         ThreadPoolExecutor(3) as clients,
     ):
+        server.path = path
         answers = answers_under_way(server, clients, 400)
         server.stop()
         assert_refused(server.post(1))
@@ -141,7 +158,7 @@ def test_what_is_under_way_or_queued_is_answered_in_full_and_nothing_new(tmp_pat
         *_, last, done = events(stream)
         assert done == "[DONE]"
         for body in (json.loads(last), *(answer.json() for answer in whole)):
-            assert body["usage"]["completion_tokens"] == 400
+            assert answered_tokens(body) == 400
         # As soon as the last answer is there, long before the time is up.
         assert_ended_well(server, STOP_SECONDS)
 

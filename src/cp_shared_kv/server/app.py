@@ -68,14 +68,17 @@ def create_app(
     chat = ChatCompletions(answering, defaults, chat_template)
     dashboard = Dashboard(client, description)
     native = NativeGenerate(answering, defaults)
+    answers = [
+        Route("/v1/completions", completions.create, methods=["POST"]),
+        Route("/v1/chat/completions", chat.create, methods=["POST"]),
+        Route("/generate", native.create, methods=["POST"]),
+    ]
     routes = [
         Route("/", dashboard.page),
         Route("/dashboard/state", dashboard.state),
         Route("/v1/models", pages.models),
         Route("/v1/models/{model:path}", pages.model),
-        Route("/v1/completions", completions.create, methods=["POST"]),
-        Route("/v1/chat/completions", chat.create, methods=["POST"]),
-        Route("/generate", native.create, methods=["POST"]),
+        *answers,
         Route("/v1/loads", pages.loads),
         Route("/health", pages.health),
         Route("/health_generate", pages.health_generate),
@@ -89,11 +92,10 @@ def create_app(
         Route("/metrics", pages.metrics),
         *_description_routes(description.version),
     ]
-    paths = frozenset(route.path for route in routes)
-    layers = [Middleware(AccessLog, metrics=metrics, paths=paths)]
+    layers = [Middleware(AccessLog, metrics=metrics, paths=_paths(routes))]
     if settings.api_key is not None:
         layers.append(Middleware(ApiKey, key=settings.api_key))
-    layers.append(Middleware(Drain, gate=gate))
+    layers.append(Middleware(Drain, gate=gate, paths=_paths(answers)))
     return Starlette(
         routes=routes,
         middleware=layers,
@@ -102,6 +104,10 @@ def create_app(
             HTTPException: answer_http_exception,
         },
     )
+
+
+def _paths(routes: list[Route]) -> frozenset[str]:
+    return frozenset(route.path for route in routes)
 
 
 def _description_routes(version: str) -> list[Route]:

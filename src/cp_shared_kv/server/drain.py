@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Set as AbstractSet
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from cp_shared_kv.server.api_error import SERVER_STOPPING
-
-GENERATING_PATHS = frozenset({"/v1/completions", "/v1/chat/completions"})
 
 
 class Gate:
@@ -37,15 +36,17 @@ class Gate:
 
 
 class Drain:
-    """ASGI layer at the gate: once it is closed, whoever asks for an answer is sent elsewhere."""
+    """ASGI layer at the gate: once it is closed, whoever asks one of `paths` for an answer is sent
+    elsewhere."""
 
-    def __init__(self, app: ASGIApp, gate: Gate) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, paths: AbstractSet[str]) -> None:
         self._app = app
         self._gate = gate
+        self._paths = paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass on, or answer 503."""
-        if scope["type"] != "http" or scope["path"] not in GENERATING_PATHS:
+        if scope["type"] != "http" or scope["path"] not in self._paths:
             await self._app(scope, receive, send)
             return
         if self._gate.closed:

@@ -12,24 +12,26 @@ import httpx
 import pytest
 from starlette.applications import Starlette
 
+from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.drain import Gate
 from cp_shared_kv.server.serve import open_listener, serve
 
 BODY = {"model": "fake-model", "prompt": "x"}
 CHAT = {"model": "fake-model", "messages": [{"role": "user", "content": "x"}]}
+ASKING = {"/v1/completions": BODY, "/v1/chat/completions": CHAT, "/generate": {"text": "x"}}
 
 
-@pytest.fixture
-def draining(own_server):
+@pytest.fixture(params=ASKING)
+def draining(own_server, request):
     """A server that was told to stop while one stream is under way, which `release` lets go on."""
     gate = Gate()
-    server, engine = own_server(gate=gate)
+    server, engine = own_server(gate=gate, chat_template=ChatTemplate("{{ messages[0].content }}"))
     engine.stall_after_tokens = 2
     lines: list[str] = []
 
     def read() -> None:
-        body = BODY | {"stream": True}
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=20) as stream:
+        body = ASKING[request.param] | {"stream": True}
+        with httpx.stream("POST", server.url + request.param, json=body, timeout=20) as stream:
             lines.extend(stream.iter_lines())
 
     reader = threading.Thread(target=read, daemon=True)
@@ -54,7 +56,7 @@ def draining(own_server):
 
 def test_new_requests_are_sent_elsewhere_and_the_old_one_ends(draining):
     server, engine, release = draining
-    for path, body in (("/v1/completions", BODY), ("/v1/chat/completions", CHAT)):
+    for path, body in ASKING.items():
         response = httpx.post(server.url + path, json=body)
         assert response.status_code == 503
         assert response.headers["retry-after"] == "1"
