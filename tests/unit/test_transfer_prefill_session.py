@@ -193,12 +193,23 @@ def test_a_chunk_behind_the_last_fails_the_room() -> None:
     assert "behind the last" in concluded.reason
 
 
-def test_a_chunk_after_success_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("chunk", "sources"),
+    [(1, pages(1)), (0, pages(1)), (0, np.array([1.5])), (1, [1])],
+    ids=["new", "changed", "no_integers", "no_array"],
+)
+def test_a_chunk_after_success_is_refused_and_the_room_stays_concluded(
+    chunk: int, sources: Any
+) -> None:
     room = session()
-    room.chunk_ready(0, pages(), at(), last=True)
+    concluded = told(room.chunk_ready(0, pages(), at(), last=True))
     with pytest.raises(ProtocolError, match="has concluded"):
-        room.chunk_ready(1, pages(1), at(0), last=True)
+        room.chunk_ready(chunk, sources, at(0), last=True)
     assert room.state is PrefillState.SUCCEEDED
+    assert room.failure is None
+    assert told(room.resend_due()) == concluded
+    assert room.chunk_ready(0, pages(), at(), last=True) == []
+    room.check_invariants()
 
 
 def test_an_abort_with_nothing_in_flight_is_quiescent_at_once() -> None:

@@ -111,7 +111,8 @@ class PrefillSession:
         `source_physical_pages` and `positions` (of the request, absolute): int64[pages], both
         empty where this rank owns none. Call it for each chunk up to the `last`. The same call
         again is ignored; another under the same chunk number, or a chunk behind the last, fails
-        the room. Ignored once the room has failed. ProtocolError for a new chunk after success.
+        the room. Ignored once the room has failed. ProtocolError, with nothing changed, after
+        success for anything but the same call again.
         """
         if self.state in (PrefillState.DRAINING, PrefillState.FAILED):
             return []
@@ -123,13 +124,13 @@ class PrefillSession:
                 if self._chunks[chunk] == key:
                     return []
                 raise LayoutError(f"chunk {chunk} came twice, with different pages")
-            if self.state is PrefillState.SUCCEEDED:
-                raise ProtocolError(f"room {self.room} has concluded", value=f"chunk {chunk}")
-            if self.state is PrefillState.FLUSHING:
+            if self.state is not PrefillState.OPEN:
                 raise LayoutError(f"chunk {chunk} came behind the last chunk")
             relative, owed_sources = self._owed(chunk, sources, absolute)
             self._cover.add(relative, f"chunk {chunk}")
         except LayoutError as error:
+            if self.state is PrefillState.SUCCEEDED:  # decode may be using the pages
+                raise ProtocolError(f"room {self.room} has concluded", value=str(error)) from error
             return self._fail(f"rank {self.rank}: {error}")
         self._chunks[chunk] = key
         actions: list[PrefillAction] = []
