@@ -25,6 +25,7 @@ from cp_shared_kv.engine.api import (
     GenerateRequest,
     TokenChunk,
 )
+from cp_shared_kv.engine.background import beside
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.figures import SILENCE_SECONDS
@@ -379,6 +380,45 @@ def test_a_message_that_is_none_is_dropped_and_the_next_is_taken() -> None:
         assert await output == [TokenChunk([7], "stop", 0)]
 
     with_engine(test)
+
+
+def break_at_figures(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next figures that come run into a mistake of ours."""
+
+    def fail(*_arguments: object) -> None:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(figures_module.Figures, "take", fail)
+
+
+def test_a_client_that_hears_nothing_any_more_ends_what_is_served_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def test(engine: Engine) -> None:
+        break_at_figures(engine, monkeypatch)
+        await engine.prefill.send(encode(prefill_stats(1)))
+        with pytest.raises(RuntimeError, match="a mistake of ours"):
+            await beside(engine.client.tasks, asyncio.sleep(60))
+
+    with_engine(test)
+
+
+def test_a_start_that_can_hear_nothing_ends_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def run() -> None:
+        engine = Engine()
+        break_at_figures(engine, monkeypatch)
+        try:
+            async with asyncio.timeout(20):
+                starting = asyncio.create_task(engine.client.start())
+                await engine.prefill.send(encode(prefill_stats(1)))
+                with pytest.raises(RuntimeError, match="a mistake of ours"):
+                    await starting
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
 
 
 def test_a_prompt_too_large_to_send_is_refused_and_forgotten() -> None:

@@ -30,6 +30,7 @@ from cp_shared_kv.engine.api import (
     TokenChunk,
     UnitState,
 )
+from cp_shared_kv.engine.background import beside
 from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost
 from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
 from cp_shared_kv.engine.figures import Figures
@@ -116,13 +117,16 @@ class ClusterClient:
         self._outcomes: Counter[Outcome] = Counter(
             {"finished": 0, "aborted": 0, "failed": 0, "refused": 0}
         )
-        self._tasks: list[asyncio.Task[None]] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        """What `start` has begun, to be watched: without them nothing is heard any more."""
 
     async def start(self) -> None:
         """Wait until every prefill group can send to every decode worker; once some pair stands,
         for the others only a while: a server that was started again serves by those there are."""
-        self._tasks.append(asyncio.create_task(self._receive()))
-        self._tasks.append(asyncio.create_task(self._ping()))
+        self.tasks += [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
+        await beside(self.tasks, self._all_paired())
+
+    async def _all_paired(self) -> None:
         wanted = self._description.prefill_groups * self._description.decode_workers
         async with self._changed:
             await self._changed.wait_for(self._known)
@@ -132,10 +136,9 @@ class ClusterClient:
 
     async def close(self) -> None:
         """Stop listening. Open requests get no more tokens."""
-        for task in self._tasks:
+        for task in self.tasks:
             task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
+        await asyncio.gather(*self.tasks, return_exceptions=True)
         self._socket.close()
         if self.off_host_door is not None:
             self.off_host_door.close()

@@ -16,6 +16,7 @@ import zmq.asyncio
 from cp_shared_kv._version import __version__
 from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.engine.api_key import with_api_key
+from cp_shared_kv.engine.background import beside
 from cp_shared_kv.engine.child import ALIVE_SECONDS, SupervisorLink, begin, run_child
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR
@@ -87,14 +88,15 @@ async def _serve(
     supervisor.report("reachable", address="" if door is None else door.address)
     news = asyncio.create_task(_pass_on_news(supervisor, client))
     try:
-        await client.start()
-        await serve(
+        await beside([news], client.start())
+        serving = serve(
             app,
             listener,
             on_ready=lambda _address: supervisor.report("ready"),
             gate=gate,
             drain_seconds=config.shutdown_timeout,
         )
+        await beside([news, *client.tasks], serving)
     finally:
         news.cancel()
         await client.close()
