@@ -245,6 +245,27 @@ def test_leaving_waits_for_the_writes_under_way(ends: Ends, held: HeldCopy, leav
         assert writing.result(10) == 8
 
 
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("leave", ["disconnect", "close"])
+def test_a_copy_that_breaks_in_another_way_keeps_nobody_from_leaving(
+    ends: Ends,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    leave: str,
+) -> None:
+    def broken(*_arguments: np.ndarray) -> None:
+        raise error
+
+    monkeypatch.setattr(shared_memory, "copy_runs", broken)
+    ends.transport.END_SECONDS = 0.05
+    with pytest.raises(error):
+        ends.write(0, 0, 8)
+    if leave == "disconnect":
+        ends.transport.disconnect("receiver")
+        ends.transport.unregister(ends.local)
+    ends.transport.close()
+
+
 def test_a_shared_source_may_be_written_from_too(ends: Ends) -> None:
     name = f"{ends.peer.regions[0].name}-source"
     shared = SharedMemoryBuffer.create(name, 64)

@@ -112,10 +112,7 @@ class MappedTransport(ABC, Generic[Local, Remote]):
         future: Future[int] = Future()
 
         def ended(error: TransferError | None) -> None:
-            with self._changed:
-                self._local.end_write(runs.local_region)
-                self._writes_to[peer] -= 1
-                self._changed.notify_all()
+            self._end(peer, runs)
             if error is None:
                 future.set_result(runs.total_bytes)
             else:
@@ -130,6 +127,9 @@ class MappedTransport(ABC, Generic[Local, Remote]):
             self._copy(local, remote, runs, ended)
         except TransferError as error:
             ended(error)
+        except BaseException:
+            self._end(peer, runs)  # or whoever leaves would wait for this write
+            raise
         return future
 
     def revive(self, peer: str) -> bool:
@@ -192,6 +192,12 @@ class MappedTransport(ABC, Generic[Local, Remote]):
             self._local.begin_write(runs.local_region)
             self._writes_to[peer] += 1
         return local, remote
+
+    def _end(self, peer: str, runs: Runs) -> None:
+        with self._changed:
+            self._local.end_write(runs.local_region)
+            self._writes_to[peer] -= 1
+            self._changed.notify_all()
 
     def _map(self, peer: _Peer[Remote]) -> None:
         if peer.memory is not None:
