@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.messages import BatchDone, Configure, RoomToken
+from cp_shared_kv.engine.messages import BatchDone, Configure, DisconnectDecode, RoomToken
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.model_spec import ModelDescription
 from cp_shared_kv.engine.rank_pools import RankPools
@@ -28,6 +29,14 @@ from cp_shared_kv.reads.group import CPGroup, GpuGroup
 from cp_shared_kv.transfer.messages import AbortRoom, Concluded, OpenRoom, Quiesced, Sent
 
 Send = Callable[[msgspec.Struct], None]
+
+
+@dataclass(frozen=True)
+class _Unchosen:
+    """How a room's first token is to be chosen, and for which decode worker."""
+
+    sampling: SamplingState
+    decode_epoch: int
 
 
 class RankEpoch:
@@ -97,8 +106,8 @@ class RankEpoch:
             to_decode=to_decode,
             to_controller=to_controller,
         )
-        self._sampling: dict[int, SamplingState] = {}
-        """Of the open rooms whose first token has not been chosen."""
+        self._unchosen: dict[int, _Unchosen] = {}
+        """The open rooms whose first token has not been chosen."""
         self._flip_before = configure.flip_byte_before_batch
 
     @property
@@ -115,12 +124,21 @@ class RankEpoch:
             prompt_token_ids=message.prompt_tokens(),
         )
         self.sender.open(message)
-        self._sampling[message.room] = sampling
+        self._unchosen[message.room] = _Unchosen(sampling, message.decode_epoch)
 
     def abort(self, message: AbortRoom) -> None:
         """Stop a room."""
         self.sender.abort(message)
-        self._sampling.pop(message.room, None)
+        self._unchosen.pop(message.room, None)
+
+    def decode_dead(self, message: DisconnectDecode) -> None:
+        """A decode worker's process is gone, and the rest of its rooms' prompts will not come."""
+        self.sender.decode_dead(message.decode_epoch, message.reason)
+        self._unchosen = {
+            room: unchosen
+            for room, unchosen in self._unchosen.items()
+            if unchosen.decode_epoch != message.decode_epoch
+        }
 
     def run(self, batch: Batch) -> None:
         """One forward pass, then the transfer of what it completed. Collective."""
@@ -134,8 +152,13 @@ class RankEpoch:
         )
         if self._flip_before == batch.batch_id:
             self._flip_a_bit(batch)
+        sampling = {
+            part.room: self._unchosen[part.room].sampling
+            for part in batch.requests
+            if part.room in self._unchosen
+        }
         try:
-            tokens = self._runner.execute(batch, self._sampling)
+            tokens = self._runner.execute(batch, sampling)
         except LayoutError as error:
             raise ProtocolError(f"batch {batch.batch_id} contradicts itself: {error}") from error
         self._to_controller(
@@ -155,7 +178,7 @@ class RankEpoch:
         for part in batch.requests:
             self.sender.send_chunk(part)
             if part.last:
-                self._sampling.pop(part.room, None)
+                self._unchosen.pop(part.room, None)
 
     def close(self) -> None:
         """Forget all rooms, and give the pools up as soon as no write reads from them. Does not

@@ -181,7 +181,7 @@ class RankWorker:
         )
 
     def _disconnect(self, message: DisconnectDecode) -> None:
-        self._running().sender.decode_dead(message.decode_epoch, message.reason)
+        self._running().decode_dead(message)
         self.decodes.close(message.decode_epoch)
 
     def _running(self) -> RankEpoch:
