@@ -45,6 +45,8 @@ LEAVE_SECONDS = 1.0
 """How long an epoch that begins waits for the memory of the one before."""
 RESEND_SECONDS = 1.0
 """A conclusion that decode has not acknowledged is said again after so long."""
+MOST_ANSWERS = 1000
+"""So many of one decode worker are heard before others have their turn."""
 
 logger = logging.getLogger("cp_shared_kv")
 
@@ -237,18 +239,20 @@ def run(spec: RunSpec, life: Life, rank: int, link: SupervisorLink) -> None:
         wait_seconds = max(0.0, next_look_seconds - time.monotonic())
         waits = [worker.controller, worker.transfers_ended, *decodes]
         ready, _, _ = zmq.select(waits, [], [], timeout=wait_seconds)
-        if time.monotonic() >= next_look_seconds:
-            worker.look_after_transfers()
-            next_look_seconds = time.monotonic() + RESEND_SECONDS
         if worker.transfers_ended in ready:
             worker.collect_transfers()
         for decode in decodes:
-            if decode not in ready:
-                continue
-            try:
-                worker.on_decode(decode.recv())
-            except ProtocolError as error:
-                logger.error("message of decode refused: %s", error)
+            for _ in range(MOST_ANSWERS):
+                if not decode.poll(0):
+                    break
+                try:
+                    worker.on_decode(decode.recv())
+                except ProtocolError as error:
+                    logger.error("message of decode refused: %s", error)
+        # Behind the answers: those that came during a long batch need not be asked for again.
+        if time.monotonic() >= next_look_seconds:
+            worker.look_after_transfers()
+            next_look_seconds = time.monotonic() + RESEND_SECONDS
         if worker.controller in ready:
             # A message of the controller that cannot be obeyed ends the rank: the other ranks
             # were given the same, and a batch that one of them skips would hang all.
