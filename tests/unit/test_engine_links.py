@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import zmq
 
+from cp_shared_kv.engine import links as module
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.links import DecodeLink, RanksLink, dealer
@@ -85,6 +86,21 @@ def test_a_stranger_does_not_end_the_wait_for_the_ranks(
     assert "message refused" in caplog.text
     for link in (stranger, *links):
         link.close()
+    ranks.close()
+
+
+def test_ranks_may_take_as_long_to_load_as_the_supervisor_lets_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec: Any = SimpleNamespace(endpoints=Endpoints(tmp_path), limits=SimpleNamespace(cp_size=1))
+    ranks = RanksLink(spec, GROUP)
+    link = dealer(GROUP.rank_identity(0), spec.endpoints.inbox(GROUP))
+    hours = iter(range(0, 10 * 3600, 3600))
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: next(hours)))
+    link.send(b"\xc1")
+    link.send(encode(RankReady(rank=0)))
+    ranks.wait_until_ready()
+    link.close()
     ranks.close()
 
 

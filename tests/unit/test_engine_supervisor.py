@@ -20,6 +20,7 @@ from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.spawning import Process, Spawner, Unit
 from cp_shared_kv.engine.supervisor import Supervisor
 
+START_SECONDS = 2.0
 WATCHDOG_SECONDS = 3.0
 FIRST = Life("decode", 0, 1)
 
@@ -88,7 +89,11 @@ class Watched:
         self.spawner = FakeSpawner()
         endpoints = Endpoints(directory)
         self.supervisor = Supervisor(
-            endpoints, cast("Spawner", self.spawner), [FIRST], watchdog_seconds=WATCHDOG_SECONDS
+            endpoints,
+            cast("Spawner", self.spawner),
+            [FIRST],
+            start_seconds=START_SECONDS,
+            watchdog_seconds=WATCHDOG_SECONDS,
         )
         self.child = zmq.Context.instance().socket(zmq.DEALER)
         self.child.linger = 0
@@ -153,6 +158,16 @@ def test_it_pauses_before_it_tries_again(watched: Watched) -> None:
     until(lambda: watched.spawner.refuse["clean_up"] == 2)
     time.sleep(0.2)  # many turns
     assert watched.spawner.refuse["clean_up"] == 2
+
+
+def test_a_child_that_does_not_become_ready_in_time_is_replaced(
+    watched: Watched, clock: FakeTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched.spawner.processes[0].kill()
+    until(lambda: len(watched.spawner.lives) == 2)
+    clock.step_seconds = 0.05  # and the next life says nothing
+    until(lambda: len(watched.spawner.lives) == 3)
+    assert "decode-0 did not become ready in 2 s (--start-timeout)" in caplog.text
 
 
 def test_a_silent_child_is_replaced(watched: Watched, clock: FakeTime) -> None:

@@ -138,6 +138,7 @@ class Cluster:
                 self.config.decode_workers,
                 server=self._spawner.has_server,
             ),
+            start_seconds=self.config.start_timeout,
             watchdog_seconds=self.config.watchdog_timeout,
             abroad=self._guests(self._spec),
             caller_serves=not self._spawner.has_server,

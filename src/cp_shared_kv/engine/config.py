@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -170,6 +171,9 @@ class EngineConfig:
     shutdown_timeout: int = 20
     """Seconds that answers under way may go on after SIGTERM or Ctrl-C."""
 
+    start_timeout: int = 180
+    """Seconds that processes may take to load the model before they count as failed."""
+
     watchdog_timeout: int = 300
     """Seconds without a sign of life after which a process counts as hung, is killed and started
     again."""
@@ -254,6 +258,7 @@ class EngineConfig:
             "max_running_requests": (1, 4096),
             "max_queued_requests": (1, 2**20),
             "shutdown_timeout": (0, 86400),
+            "start_timeout": (1, 86400),
             "watchdog_timeout": (2, 86400),
             "prefill_groups": (1, MAX_UNITS),
             "decode_workers": (1, MAX_UNITS),
@@ -280,7 +285,7 @@ class EngineConfig:
                     value=value,
                     allowed=f"at least --page-size {self.page_size}",
                 )
-        if self.api_key is not None and not _is_header_word(self.api_key):
+        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
             # The value is a secret: it is not repeated.
             raise ConfigError(
                 f"--api-key, or {API_KEY_VARIABLE} in its place, cannot be sent in a header",
@@ -393,7 +398,3 @@ class EngineConfig:
             if values.get(name) is not None:
                 values[name] = Path(values[name])
         return cls(**values)
-
-
-def _is_header_word(text: str) -> bool:
-    return bool(text) and all("!" <= character <= "~" for character in text)

@@ -18,7 +18,7 @@ from cp_shared_kv.engine.codecs import (
 )
 from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.messages import Configure, Configured
+from cp_shared_kv.engine.messages import Configure, Configured, RankReady
 from cp_shared_kv.engine.off_host import is_off_host, secure_client
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.errors import CpkvError, ProtocolError, StartupError
@@ -26,7 +26,7 @@ from cp_shared_kv.transfer.messages import Hello
 from cp_shared_kv.transfer.rendezvous import read_hello
 
 STEP_SECONDS = 120.0
-"""How long one step (loading weights, mapping pools, a batch of a replay) may take."""
+"""How long one step (mapping pools, a batch of a replay) may take."""
 RECONNECT_SECONDS = 0.05
 
 logger = logging.getLogger("cp_shared_kv")
@@ -111,12 +111,19 @@ class RanksLink:
             )
         return message
 
-    def wait_for(self, kind: type[FromRank], what: str) -> list[FromRank]:
+    def wait_until_ready(self) -> None:
+        """Wait until each rank has loaded its weights. How long that may take is the supervisor's
+        to judge: it ends this process with its ranks."""
+        self.wait_for(RankReady, "load their weights", limit_seconds=None)
+
+    def wait_for(
+        self, kind: type[FromRank], what: str, limit_seconds: float | None = STEP_SECONDS
+    ) -> list[FromRank]:
         """Wait until each rank has sent one message of a kind; others are dropped meanwhile."""
         told: dict[int, FromRank] = {}
-        deadline = time.monotonic() + STEP_SECONDS
+        deadline = None if limit_seconds is None else time.monotonic() + limit_seconds
         while len(told) < self._cp_size:
-            if not self.socket.poll(timeout=_milliseconds_to(deadline)):
+            if not self.socket.poll(_milliseconds_to(deadline)):
                 waiting = sorted(set(range(self._cp_size)) - told.keys())
                 raise StartupError(f"ranks {waiting} did not {what} in time")
             try:
@@ -177,7 +184,7 @@ class DecodeLink:
         """Wait for one message of a kind; others are dropped meanwhile."""
         deadline = time.monotonic() + STEP_SECONDS
         while True:
-            if not self.socket.poll(timeout=_milliseconds_to(deadline)):
+            if not self.socket.poll(_milliseconds_to(deadline)):
                 raise StartupError(f"the decode worker did not {what} in time")
             message = self.receive()
             if isinstance(message, kind):
@@ -188,5 +195,5 @@ class DecodeLink:
         self.socket.close()
 
 
-def _milliseconds_to(deadline: float) -> int:
-    return max(0, int((deadline - time.monotonic()) * 1000))
+def _milliseconds_to(deadline: float | None) -> int | None:
+    return None if deadline is None else max(0, int((deadline - time.monotonic()) * 1000))

@@ -23,7 +23,6 @@ from cp_shared_kv.engine.messages import (
     DisconnectDecode,
     ProcessDown,
     ProcessUp,
-    RankReady,
     RankState,
     RoomConcluded,
 )
@@ -104,7 +103,7 @@ class PrefillProcess:
         self._out_of_reach = OutOfReach(
             life, lambda decode, why: supervisor.report("gave_up", why, peer=str(decode))
         )
-        self._ranks.wait_for(RankReady, "load their weights")
+        self._ranks.wait_until_ready()
         configure = first_configuration(spec)
         self._ranks.configure(configure)
         self._epoch = configure.epoch

@@ -115,6 +115,7 @@ class _Session:
                 spec.endpoints,
                 Spawner(spec, spec.save(), None, log_file),
                 [Life.parse(life) for life in terms.lives],
+                start_seconds=spec.engine_config().start_timeout,
                 watchdog_seconds=link.watchdog_seconds,
                 abroad=link,
             )

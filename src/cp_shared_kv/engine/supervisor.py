@@ -41,8 +41,6 @@ LONGEST_STEP_SECONDS = 0.5
 """What a pause of the supervisor itself counts as, while it judges others."""
 LAST_WORDS_SECONDS = 0.2
 """How long the report of a child that has just ended may still be on its way."""
-START_SECONDS = 180.0
-"""How long the slowest child may take to load its weights and report."""
 MAX_FAILED_STARTS = 3
 """A unit that died so often in a row before it was ready is not started again."""
 LONGEST_PAUSE_SECONDS = 30.0
@@ -57,7 +55,8 @@ logger = logging.getLogger("cp_shared_kv")
 class Supervisor:
     """One thread that owns the children of a run. The public methods are for other threads.
 
-    `watchdog_seconds` is how long a child may be silent before it counts as hung and is killed.
+    `start_seconds` is how long the slowest child may take to load its weights and report,
+    `watchdog_seconds` how long one may be silent before it counts as hung and is killed.
     `abroad` are the other hosts of the run, if it has any. `caller_serves`: who made this takes the
     place of the server.
     """
@@ -68,6 +67,7 @@ class Supervisor:
         spawner: Spawner,
         units: list[Life],
         *,
+        start_seconds: float,
         watchdog_seconds: float,
         abroad: Abroad | None = None,
         caller_serves: bool = False,
@@ -75,6 +75,7 @@ class Supervisor:
         self._endpoints = endpoints
         self._spawner = spawner
         self._first_lives = units
+        self._start_seconds = start_seconds
         self._watchdog_seconds = watchdog_seconds
         self._abroad = abroad
         self._caller_serves = caller_serves
@@ -281,11 +282,13 @@ class Supervisor:
             return f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
         if unit.condemned is not None:
             return f"{unit.life.unit} was given up: {unit.condemned}"
-        if not unit.is_ready and self._now_seconds - unit.born_seconds > START_SECONDS:
+        if not unit.is_ready and self._now_seconds - unit.born_seconds > self._start_seconds:
             waiting = ", ".join(
                 sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
             )
-            return f"{waiting} did not become ready in {START_SECONDS:.0f} s"
+            return (
+                f"{waiting} did not become ready in {self._start_seconds:.0f} s (--start-timeout)"
+            )
         return None
 
     def _lost(self, unit: Unit, reason: str) -> None:
