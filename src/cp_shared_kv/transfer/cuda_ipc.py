@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Collection
 
 import numpy as np
 import torch
@@ -14,6 +13,7 @@ from cp_shared_kv.kernels import ALIGNMENT_BYTES, WORD_BYTES
 from cp_shared_kv.memory.buffers import Buffer
 from cp_shared_kv.memory.cuda_ipc import CudaIpcBuffer, CudaIpcMapping
 from cp_shared_kv.memory.device_copy import to_device
+from cp_shared_kv.transfer.mapped_target import MappedTarget
 from cp_shared_kv.transfer.mapped_transport import Ended, MappedTransport
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.transport import Runs
@@ -94,47 +94,13 @@ class CudaIpcTransport(MappedTransport[torch.Tensor, CudaIpcMapping]):
                 ended(None)
 
 
-class CudaIpcTarget:
+class CudaIpcTarget(MappedTarget):
     """KVTarget on a GPU: peers map it by the handle in its region.
 
-    A write is a copy by the sender's own kernels, which end with its process.
+    The driver ends a process's kernels, and so its copies, before it counts as ended.
     """
 
-    def __init__(self, session_id: str) -> None:
-        self._session_id = session_id
-        self._regions: list[Region] = []
-
-    @property
-    def session_id(self) -> str:
-        """What senders connect to."""
-        return self._session_id
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The exposed buffers, in the order in which they were exposed."""
-        return tuple(self._regions)
-
-    def expose(self, buffer: Buffer) -> Region:
-        """Name a buffer to peers. `conflict` for memory that they cannot map."""
+    def _region(self, buffer: Buffer) -> Region | None:
         if not isinstance(buffer, CudaIpcBuffer):
-            raise TransferError(
-                "memory that peers are to map has no handle for them",
-                kind="conflict",
-                peer=self._session_id,
-                quiescent=True,
-                value=type(buffer).__name__,
-            )
-        self._regions.append(Region(buffer.name, buffer.nbytes, ipc_handle=buffer.ipc_handle.hex()))
-        return self._regions[-1]
-
-    def connections(self) -> frozenset[str]:
-        """None: senders write by themselves."""
-        return frozenset()
-
-    def settled(self, before: Collection[str] = ()) -> bool:  # noqa: ARG002
-        """Always: the driver ends a process's kernels before it counts as ended."""
-        return True
-
-    def close(self) -> None:
-        """Name no buffer any more. Peers keep what they have mapped."""
-        self._regions.clear()
+            return None
+        return Region(buffer.name, buffer.nbytes, ipc_handle=buffer.ipc_handle.hex())

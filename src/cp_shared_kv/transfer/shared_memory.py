@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
-from cp_shared_kv.errors import TransferError
 from cp_shared_kv.memory.buffers import Buffer, SharedMemoryBuffer
 from cp_shared_kv.transfer.local_regions import Memory, host_bytes
+from cp_shared_kv.transfer.mapped_target import MappedTarget
 from cp_shared_kv.transfer.mapped_transport import Ended, MappedTransport
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.strided_copy import copy_runs
@@ -36,48 +34,8 @@ class SharedMemoryTransport(MappedTransport[Memory, Memory]):
         ended(None)
 
 
-class SharedMemoryTarget:
-    """KVTarget of one host: peers map the segments by name.
+class SharedMemoryTarget(MappedTarget):
+    """KVTarget of one host: peers map the segments by name. Private memory has none."""
 
-    A write is a copy by the sender's own hand, so a sender that has ended writes no more.
-    """
-
-    def __init__(self, session_id: str) -> None:
-        self._session_id = session_id
-        self._regions: list[Region] = []
-
-    @property
-    def session_id(self) -> str:
-        """What senders connect to."""
-        return self._session_id
-
-    @property
-    def regions(self) -> tuple[Region, ...]:
-        """The exposed segments, in the order in which they were exposed."""
-        return tuple(self._regions)
-
-    def expose(self, buffer: Buffer) -> Region:
-        """Name a segment to peers. `conflict` for private memory, and for one named before."""
-        known = {region.name for region in self._regions}
-        if buffer.name is None or buffer.name in known:
-            raise TransferError(
-                "memory that peers are to map needs a name, each its own",
-                kind="conflict",
-                peer=self._session_id,
-                quiescent=True,
-                value=buffer.name,
-            )
-        self._regions.append(Region(buffer.name, buffer.nbytes))
-        return self._regions[-1]
-
-    def connections(self) -> frozenset[str]:
-        """None: senders write by themselves."""
-        return frozenset()
-
-    def settled(self, before: Collection[str] = ()) -> bool:  # noqa: ARG002
-        """Always: nothing is ever under way without its sender."""
-        return True
-
-    def close(self) -> None:
-        """Name no segment any more. Peers keep what they have mapped."""
-        self._regions.clear()
+    def _region(self, buffer: Buffer) -> Region | None:
+        return None if buffer.name is None else Region(buffer.name, buffer.nbytes)
