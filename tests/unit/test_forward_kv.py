@@ -142,7 +142,7 @@ def test_layout_of_another_group_or_pool_is_refused(layout: CpSharedKVLayout) ->
 
 def test_local_read_of_a_sharded_pool_is_refused() -> None:
     plan = ReadPlan.build(CpSharedKVLayout(4, 2, 0), [])
-    with pytest.raises(ConfigError, match="2 owners; allowed: pull or full_view"):
+    with pytest.raises(ConfigError, match="2 owners; allowed: --kv-read pull, push, collective"):
         LocalReader().begin(plan)
 
 

@@ -44,7 +44,7 @@ def make_plan(prefix_pages: int) -> ReadPlan:
 
 
 def test_a_pool_that_peers_cannot_reach_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"PrivateBuffer.*full_view"):
+    with pytest.raises(ConfigError, match=r"PrivateBuffer.*--kv-read collective,"):
         PeerPullReader(0, make_pool("bf16", 512, 64))
 
 

@@ -88,8 +88,8 @@ class EngineConfig:
     """New tokens that one prefill batch may compute."""
 
     max_total_tokens: int | None = None
-    """Physical KV tokens of each rank; by default half of the free memory is shared out, up to
-    four contexts a rank."""
+    """Physical KV tokens of each rank; by default half of the free memory, of GPUs 0.9 of it, is
+    shared out, up to four contexts a rank."""
 
     decode_max_total_tokens: int | None = None
     """KV tokens of the decode worker; by default the logical tokens of the prefill group."""

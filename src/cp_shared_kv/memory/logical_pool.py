@@ -45,7 +45,8 @@ class LogicalPool:
     The life of a room: `admit` (or `fork`), any number of `extend` and `publish`, `release`.
     Each page is in one of three states, counted by a property each: available (free), cached
     (in the prefix cache, evicted when room is needed), or locked (held by a room). A call that
-    raises or returns None has changed nothing.
+    raises or returns None has changed nothing, except that cached pages stay evicted which `admit`
+    took before its `arrange` raised.
 
     `page_keys` are 1-D arrays with one opaque value of any fixed-size dtype for each full page:
     digests of live tokens (`page_keys.page_keys`) or the block ids of a trace. The unaligned

@@ -11,6 +11,9 @@ a rank (DeepSeek-V3.2's shapes give the figures in the tests):
     read     prefix bytes of the layer that other ranks own / link rate; not hidden behind compute
     exchange the chunk's rows from the other ranks / link rate
 
+On GPUs the engine reads whole pages a layer ahead (ADR 0023), which hides part of `read`; here it
+is counted in full.
+
 Left out: launches, norms, sampling, the router's all-to-all, waiting for the slowest rank.
 """
 

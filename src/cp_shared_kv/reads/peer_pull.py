@@ -70,6 +70,6 @@ def symmetric_buffer(pool: KVPool) -> SymmetricBuffer | MappedBuffer:
             "the pool of a rank whose peers read it in place",
             value=type(pool.buffer).__name__,
             allowed="a symmetric or a mapped buffer",
-            change="use --kv-read collective (full_view), or auto, where GPUs cannot be mapped",
+            change="use --kv-read collective, or auto, where GPUs cannot be mapped",
         )
     return pool.buffer

@@ -48,7 +48,7 @@ class LocalReader:
             raise ConfigError(
                 "a local read cannot reach the pages of other ranks",
                 value=f"{len(plan.owner_starts) - 1} owners",
-                allowed="pull or full_view when cp_size is above 1",
+                allowed="--kv-read pull, push, collective or sparse when cp_size is above 1",
             )
 
     def read(self, kind: PageKind, layer: int, pages: PagesByOwner, scratch: torch.Tensor) -> None:
