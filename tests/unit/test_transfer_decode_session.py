@@ -22,7 +22,6 @@ from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Acknowledged,
     Concluded,
-    Heartbeat,
     Quiesced,
     Released,
     Sent,
@@ -178,7 +177,7 @@ def test_a_position_outside_the_reservation_fails_the_room() -> None:
 def test_the_identical_message_again_changes_nothing() -> None:
     room = session()
     assert hear(room, sent(0, 0), sent(0, 0), sent(0, 0)) == []
-    assert room.covered_positions == 1
+    assert room.claims() == [sent(0, 0)]
 
 
 @pytest.mark.parametrize("again", [sent(0, 1), sent(0, 0, descriptors=2)])
@@ -189,7 +188,7 @@ def test_a_different_message_under_the_same_key_fails_the_room(again: Sent) -> N
 def test_the_same_chunk_number_of_two_ranks_is_two_messages() -> None:
     room = session()
     assert hear(room, sent(0, 0), sent(1, 1)) == []
-    assert room.covered_positions == 2
+    assert room.claims() == [sent(0, 0), sent(1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -265,12 +264,10 @@ def test_an_abort_when_all_have_concluded_bothers_nobody() -> None:
     assert room.abort("took too long") == [RoomFailed(ROOM, "took too long"), FREE, RELEASED]
 
 
-@pytest.mark.parametrize("event", ["abort", "peer_unreachable"])
-def test_a_covered_room_cannot_fail_any_more(event: str) -> None:
+def test_a_covered_room_cannot_fail_any_more() -> None:
     room = session(cp_size=1)
     hear(room, sent(0, 0, 1, 2), success(0, 3))
-    assert getattr(room, event)("too late") == []
-    assert room.rank_dead(0) == []
+    assert room.abort("too late") == []
     assert room.peer_dead("too late") == []
     assert hear(room, AbortRoom(**LINK, reason="late"), Withdrawn(**LINK, reason="late")) == []
     assert room.state is DecodeState.COVERED
@@ -301,48 +298,20 @@ def test_withdrawn_ends_a_quarantine() -> None:
     assert hear(room, Withdrawn(**LINK, reason="unknown")) == [FREE, RELEASED]
 
 
-def test_silence_fails_the_room_but_frees_nothing() -> None:
-    room = session()
-    assert room.peer_unreachable("no heartbeat") == [RoomFailed(ROOM, "no heartbeat")]
-    assert room.waiting_for() == [0, 1]
-    assert FREE in hear(room, failed(0, quiescent=True), failed(1, quiescent=True))
-
-
-def test_a_dead_rank_fails_the_room_and_holds_no_pages_back() -> None:
-    room = session()
-    actions = room.rank_dead(0)
-    assert actions == [RoomFailed(ROOM, "CP rank 0 died"), aborting("CP rank 0 died")]
-    assert room.rank_dead(1) == [FREE, RELEASED]
-    assert room.rank_dead(1) == []
-
-
-def test_a_rank_that_was_heard_may_die() -> None:
-    room = session()
-    hear(room, sent(0, 0, 2), success(0, 2))
-    assert room.rank_dead(0) == []
-    assert COVERED in hear(room, sent(1, 1), success(1, 1))
-
-
-def test_a_rank_that_died_with_a_sent_unheard_fails_the_room() -> None:
-    room = session()
-    hear(room, success(0, 2))
-    assert "died" in reason_of(room.rank_dead(0))
-
-
 def test_a_dead_group_frees_the_pages_and_is_told_nothing() -> None:
     room = session()
     assert room.peer_dead("prefill exited") == [RoomFailed(ROOM, "prefill exited"), FREE]
     assert room.resend_due() == []
 
 
-def test_two_different_conclusions_are_not_believed_until_the_rank_is_dead() -> None:
+def test_two_different_conclusions_are_not_believed_until_the_group_is_dead() -> None:
     room = session()
     hear(room, success(0, 1), success(0, 2), quiesced(0), failed(1, quiescent=True))
     assert room.state is DecodeState.QUARANTINED
     assert room.failure == "CP rank 0 concluded twice, differently"
     assert room.waiting_for() == [0]
     assert hear(room, Withdrawn(**LINK, reason="unknown")) == []
-    assert room.rank_dead(0) == [FREE, RELEASED]
+    assert room.peer_dead("prefill exited") == [FREE]
 
 
 @pytest.mark.parametrize(
@@ -380,7 +349,6 @@ def test_what_a_failed_room_is_still_sent_changes_nothing() -> None:
         (sent(2, 0), "CP rank that does not exist"),
         (success(2, 0), "CP rank that does not exist"),
         (Released(**LINK), "not for a receiving room"),
-        (Heartbeat(epoch=PREFILL_EPOCH, peer_epoch=EPOCH), "not for a receiving room"),
     ],
 )
 def test_a_message_that_is_not_for_this_room_and_life_is_refused(message: Any, named: str) -> None:

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from cp_shared_kv.errors import HandshakeError, ProtocolError
-from cp_shared_kv.transfer.messages import PROTOCOL_VERSION, Heartbeat, Hello, encode
+from cp_shared_kv.transfer.messages import PROTOCOL_VERSION, Hello, Released, encode
 from cp_shared_kv.transfer.regions import Region
 from cp_shared_kv.transfer.rendezvous import check_hello, read_hello
 
@@ -121,8 +121,8 @@ def test_the_hello_of_a_later_release_is_refused_by_its_version_not_by_its_field
 
 
 def test_a_first_message_that_is_no_hello_is_refused() -> None:
-    with pytest.raises(ProtocolError, match="Heartbeat"):
-        read_hello(encode(Heartbeat(epoch=1, peer_epoch=1)), PREFILL)
+    with pytest.raises(ProtocolError, match="Released"):
+        read_hello(encode(Released(epoch=1, peer_epoch=1, room=1)), PREFILL)
     with pytest.raises(ProtocolError):
         read_hello(b"\xc1 not a message", PREFILL)
     with pytest.raises(ProtocolError, match="unread"):

@@ -19,7 +19,6 @@ from cp_shared_kv.transfer.messages import (
     Concluded,
     Declined,
     FirstToken,
-    Heartbeat,
     Hello,
     Message,
     Offer,
@@ -95,7 +94,6 @@ TRANSFER_MESSAGES: list[Message] = [
     Quiesced(**ROOM, rank=3),
     Acknowledged(**ROOM, rank=3, of="concluded"),
     AbortRoom(**ROOM, reason="client gone"),
-    Heartbeat(epoch=11, peer_epoch=22, open_rooms=ints(7, 8)),
 ]
 
 _LOGPROBS = SampledLogprobs(logprob=-0.5, top=((3, -0.25),))

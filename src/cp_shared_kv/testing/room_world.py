@@ -121,10 +121,8 @@ class RoomWorld:
                 self._resend(choice % (self.plan.cp_size + 1))
             case "abort rank":
                 self._abort_rank(rank)
-            case "abort decode" | "silence":
-                self._abort_decode(event)
-            case "kill rank":
-                self._kill_rank(rank)
+            case "abort decode":
+                self._abort_decode()
             case "kill decode":
                 self._kill_decode()
             case "kill group":
@@ -288,13 +286,6 @@ class RoomWorld:
         session = record.session or self._make_session(rank, nothing)
         self._do_prefill(rank, session.abort("stopped"))
 
-    def _kill_rank(self, rank: int) -> None:
-        self.disturbed = True
-        self.ranks[rank].alive = False
-        self.writes = [write for write in self.writes if write.rank != rank]
-        if self.decode is not None:
-            self._do_decode(self.decode.rank_dead(rank))
-
     def _kill_group(self) -> None:
         self.disturbed = True
         self.writes = []
@@ -312,11 +303,10 @@ class RoomWorld:
         )
         self.links.append(("decode", encode(message)))
 
-    def _abort_decode(self, event: str) -> None:
+    def _abort_decode(self) -> None:
         if self.decode is not None:
             self.disturbed = True
-            leave = self.decode.abort if event == "abort decode" else self.decode.peer_unreachable
-            self._do_decode(leave("client gone"))
+            self._do_decode(self.decode.abort("client gone"))
 
     def _kill_decode(self) -> None:
         self.decode = None
@@ -365,7 +355,7 @@ class RoomWorld:
             return
         if self.decode is not None:
             self._do_decode(self.decode.resend_due())
-        if self.withdrawn:  # the answer to decode's heartbeat, which still lists the room
+        if self.withdrawn:  # the answer to decode's AbortRoom
             self._withdraw()
 
     # Checks ----------------------------------------------------------------------------------

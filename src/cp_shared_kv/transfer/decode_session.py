@@ -112,11 +112,6 @@ class DecodeSession:
         """
         return self.state in (DecodeState.COVERED, DecodeState.FREED)
 
-    @property
-    def covered_positions(self) -> int:
-        """Positions that have arrived so far."""
-        return self._cover.count
-
     def claims(self) -> list[Sent]:
         """What a covered room's ranks say they have sent: positions, and checksums if agreed."""
         return [sent for record in self._ranks for sent in record.sent.values()]
@@ -134,17 +129,6 @@ class DecodeSession:
     def abort(self, reason: str) -> list[DecodeAction]:
         """Give the room up: the client left, or it took too long. Ignored once it is over."""
         return self._fail(reason, tell_peer=True)
-
-    def peer_unreachable(self, reason: str) -> list[DecodeAction]:
-        """Heartbeats are missing. The room fails; its pages wait, for silence proves nothing."""
-        return self._fail(reason, tell_peer=False)
-
-    def rank_dead(self, rank: int) -> list[DecodeAction]:
-        """The rank's process was reaped: it writes no more. Fails the room unless it was heard."""
-        record = self._ranks[rank]
-        record.dead = True
-        failed = [] if record.heard else self._fail(f"CP rank {rank} died", tell_peer=True)
-        return failed + self._free()
 
     def peer_dead(self, reason: str) -> list[DecodeAction]:
         """The whole prefill group was reaped, and nobody is left to be told."""

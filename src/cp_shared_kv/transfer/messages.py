@@ -148,8 +148,8 @@ class FirstToken(_RoomMessage, frozen=True, kw_only=True, tag="first_token"):
 class Withdrawn(_RoomMessage, frozen=True, kw_only=True, tag="withdrawn"):
     """No CP rank has this room open or will open it; decode may take its pages back at once.
 
-    For an offer that ended before any rank heard of it, and the answer to an AbortRoom or a
-    Heartbeat that names a room prefill does not know.
+    For an offer that ended before any rank heard of it, and the answer to an AbortRoom that names
+    a room prefill does not know.
     """
 
     reason: Reason
@@ -309,24 +309,6 @@ class AbortRoom(_RoomMessage, frozen=True, kw_only=True, tag="abort_room"):
     reason: Reason
 
 
-class Heartbeat(_Message, frozen=True, kw_only=True, tag="heartbeat"):
-    """I live, and these rooms are open on my side.
-
-    A room the receiver does not know was closed by a message that got lost: prefill answers
-    Withdrawn, decode answers Released. A room missing from the list is closed at the sender.
-    """
-
-    peer_epoch: Epoch
-    open_rooms: bytes = b""
-
-    def __post_init__(self) -> None:
-        check_int64("open_rooms", self.open_rooms, at_least=0, at_most=INT64_MAX)
-
-    def rooms(self) -> npt.NDArray[np.int64]:
-        """The open rooms, int64."""
-        return unpack_int64(self.open_rooms)
-
-
 Message = (
     Hello
     | Offer
@@ -341,7 +323,6 @@ Message = (
     | Quiesced
     | Acknowledged
     | AbortRoom
-    | Heartbeat
 )
 
 MESSAGES: Codec[Message] = Codec(Message, MAX_MESSAGE_BYTES)
