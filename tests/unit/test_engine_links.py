@@ -18,7 +18,7 @@ from cp_shared_kv.engine.links import DecodeLink, RanksLink, dealer
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import RankReady
 from cp_shared_kv.errors import HandshakeError, ProtocolError
-from cp_shared_kv.transfer.messages import Hello
+from cp_shared_kv.transfer.messages import AbortRoom, Hello
 from cp_shared_kv.transfer.regions import Region
 
 GROUP, DECODE = Life("prefill", 0, 1), Life("decode", 0, 1)
@@ -50,6 +50,16 @@ def door(tmp_path: Path) -> Iterator[zmq.Socket[bytes]]:
     socket.bind(f"ipc://{tmp_path}/decode.sock")
     yield socket
     socket.close()
+
+
+def test_what_is_sent_to_a_lost_decode_worker_goes_nowhere(
+    door: zmq.Socket[bytes], tmp_path: Path
+) -> None:
+    link = DecodeLink(GROUP, DECODE, f"ipc://{tmp_path}/decode.sock")
+    link.close()
+    # The server cancels a room whose ranks have not concluded yet.
+    link.send(AbortRoom(epoch=7, peer_epoch=9, room=1, reason="the client went away"))
+    assert not door.poll(50)
 
 
 def test_a_decode_worker_of_another_release_is_named_by_its_version(

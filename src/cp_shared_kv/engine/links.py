@@ -168,8 +168,10 @@ class DecodeLink:
         self.socket = dealer(group.identity, address, keys)
 
     def send(self, message: msgspec.Struct) -> None:
-        """Send one message; does not wait."""
-        post(self.socket, message)
+        """Send one message; does not wait. Once closed it goes nowhere: rooms of a worker that is
+        lost outlive its link, until the ranks have concluded them."""
+        if not self.socket.closed:
+            post(self.socket, message)
 
     def greeting(self, mine: Hello) -> Hello:
         """The next message, which is to be a greeting; blocks until there is one. For what it
