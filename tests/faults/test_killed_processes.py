@@ -71,12 +71,14 @@ def strike(struck: Running, expected: str, process: str, seed: int) -> Load:
     """Kill a process at a random moment under load; returns what the clients saw."""
     unit = UNITS[process]
     life = life_of(struck, unit)
+    others = {other: life_of(struck, other) for other in set(UNITS.values()) - {unit}}
     with under_load(struck, seed) as load:
         time.sleep(0.2 + random.Random(seed).random())
         os.kill(struck.cluster.pid(process), signal.SIGKILL)
         await_next_life(struck, unit, life)
         time.sleep(0.3)
     assert_all_is_well(struck, expected)
+    assert others == {other: life_of(struck, other) for other in others}, "others began again"
     return load
 
 
