@@ -7,7 +7,7 @@ import threading
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
 from rich.console import Console
@@ -50,24 +50,28 @@ def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:
     ```
     """
     stopped, hurry = threading.Event(), threading.Event()
-
-    on_stop_signals(lambda: (hurry if stopped.is_set() else stopped).set())
-    # Imported here: help and a refused flag need not wait for torch.
-    from cp_shared_kv.engine.cluster import Cluster
-
-    raise_open_files_limit()
-
-    config = with_api_key(with_model(config), os.environ)
-    listener = open_listener(config.host, config.port)
     console = Console(stderr=True)
+
+    def cut_off() -> NoReturn:
+        stopped.set()  # should something on the way swallow the exception
+        raise KeyboardInterrupt
+
+    # As long as no process runs nothing looks at the event, and a file may never end.
+    on_stop_signals(cut_off)
     with ExitStack() as stack:
-        with console.status("starting processes ..."):
-            try:
-                cluster = stack.enter_context(
-                    Cluster(config, listener=listener, stop_asked=stopped)
-                )
-            except StartStoppedError:
-                return 0
+        try:
+            # Imported here: help and a refused flag need not wait for torch.
+            from cp_shared_kv.engine.cluster import Cluster
+
+            raise_open_files_limit()
+            config = with_api_key(with_model(config), os.environ)
+            listener = open_listener(config.host, config.port)
+            with console.status("starting processes ..."):
+                cluster = Cluster(config, listener=listener, stop_asked=stopped)
+                on_stop_signals(lambda: (hurry if stopped.is_set() else stopped).set())
+                stack.enter_context(cluster)
+        except (KeyboardInterrupt, StartStoppedError):
+            return 0
         host, port = listener.getsockname()[:2]
         listener.close()  # the server's process has it
         console.print(
