@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, pool_spec
-from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.testing.tiny_models import ModelShape
@@ -148,3 +149,10 @@ def test_scratch_for_less_than_a_token_may_select_is_refused(tmp_path: Path) -> 
     with pytest.raises(ConfigError, match=r"may select: 1500; allowed: at least 2048 \(index_topk"):
         described(tmp_path, {**flags, "kv_scratch_tokens": 1500}, index_topk=2048)
     described(tmp_path, {**flags, "kv_scratch_tokens": 2048}, index_topk=2048)
+
+
+@pytest.mark.timeout(20)
+def test_weights_that_are_a_pipe_are_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "extra.safetensors")
+    with pytest.raises(CheckpointError, match=r"extra\.safetensors is no regular file"):
+        described(tmp_path, {})

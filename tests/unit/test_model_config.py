@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -181,4 +182,20 @@ def test_the_name_of_a_hub_is_told_how_to_become_a_directory() -> None:
 def test_a_broken_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelConfig.from_directory(tmp_path)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
+def test_a_config_that_is_a_pipe_or_a_device_is_refused_and_not_waited_for(
+    tmp_path: Path, file: str
+) -> None:
+    write(tmp_path, "config.json", config())
+    (tmp_path / file).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(CheckpointError, match=f"{file} is no regular file.*allowed: "):
+        ModelConfig.from_directory(tmp_path)
+    (tmp_path / file).unlink()
+    (tmp_path / file).symlink_to("/dev/zero")
+    with pytest.raises(CheckpointError, match=f"{file} is no regular file"):
         ModelConfig.from_directory(tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -210,6 +211,13 @@ def test_an_index_cannot_lead_out_of_the_directory(checkpoint: Path, file: objec
 def test_a_broken_index_is_refused(checkpoint: Path, content: str) -> None:
     (checkpoint / "model.safetensors.index.json").write_text(content)
     with pytest.raises(CheckpointError, match=r"index\.json"):
+        load(checkpoint)
+
+
+@pytest.mark.timeout(20)
+def test_an_index_that_is_a_pipe_is_refused_and_not_waited_for(checkpoint: Path) -> None:
+    os.mkfifo(checkpoint / "model.safetensors.index.json")
+    with pytest.raises(CheckpointError, match=r"index\.json is no regular file"):
         load(checkpoint)
 
 

@@ -17,6 +17,7 @@ from cp_shared_kv.memory.formats.registry import index_format, latent_format
 from cp_shared_kv.memory.pool import KVPoolSpec
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.choice import check_choice, ops_for
+from cp_shared_kv.model.regular_file import check_regular_file
 from cp_shared_kv.model.transformer import Transformer
 
 HEADER_LENGTH_BYTES = 8
@@ -134,8 +135,11 @@ def _fingerprint(directory: Path) -> str:
 
 def _hash_headers(directory: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
-    digest.update((directory / "config.json").read_bytes())
+    config = directory / "config.json"
+    check_regular_file(config)
+    digest.update(config.read_bytes())
     for file in sorted(directory.glob("*.safetensors")):
+        check_regular_file(file)
         with file.open("rb") as handle:
             length = int.from_bytes(handle.read(HEADER_LENGTH_BYTES), "little")
             digest.update(handle.read(min(length, MAX_HEADER_BYTES)))

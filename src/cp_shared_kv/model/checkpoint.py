@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.model.fp8_weights import SCALE_SUFFIX, dequantised, scale_shape
+from cp_shared_kv.model.regular_file import check_regular_file
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = ("F32", "BF16", "F16")
@@ -111,6 +112,7 @@ class Checkpoint:
         path = self.directory / _INDEX
         if not path.exists():
             return {}
+        check_regular_file(path)
         try:
             listed: Any = json.loads(path.read_bytes())["weight_map"]
         except (OSError, ValueError, RecursionError, KeyError, TypeError) as error:

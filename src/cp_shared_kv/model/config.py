@@ -14,6 +14,7 @@ from cp_shared_kv.model.architectures import RopeStyle, architecture
 from cp_shared_kv.model.fp8_weights import is_block_fp8
 from cp_shared_kv.model.indexer_sharing import full_indexer_layers
 from cp_shared_kv.model.json_fields import boolean, integer, number, refuse
+from cp_shared_kv.model.regular_file import check_regular_file
 from cp_shared_kv.model.rope_parameters import RopeParameters, rope_parameters
 
 
@@ -156,6 +157,7 @@ _FROM_A_HUB = (
 
 
 def _read_json(path: Path) -> dict[str, Any]:
+    check_regular_file(path)
     try:
         parsed = json.loads(path.read_bytes())
     except OSError as error:
