@@ -112,6 +112,9 @@ def test_the_epsilon_is_the_configs_else_the_architectures(
         ({"eos_token_id": 257}, "eos_token_id"),
         ({"eos_token_id": [2, 257]}, "eos_token_id"),
         ({"vocab_size": 1, "eos_token_id": 1}, "eos_token_id"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps"),
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"eos_token_id": 2**64}, "eos_token_id"),
     ],
 )
 def test_what_cannot_run_is_refused_by_name_with_what_is_allowed(
@@ -120,6 +123,23 @@ def test_what_cannot_run_is_refused_by_name_with_what_is_allowed(
     with pytest.raises(ConfigError, match=named) as refused:
         ModelConfig.from_dict(config(**changes))
     assert "allowed: " in str(refused.value)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("num_hidden_layers", 4096), ("n_routed_experts", 4096), ("vocab_size", 2**31 - 1)],
+)
+def test_counts_have_an_upper_bound_that_is_told(name: str, most: int) -> None:
+    assert ModelConfig.from_dict(config(**{name: most}))
+    with pytest.raises(ConfigError, match=f"{name}: 1000000000000; allowed: .*at most {most}$"):
+        ModelConfig.from_dict(config(**{name: 10**12}))
+
+
+def test_a_value_that_is_long_is_told_in_part() -> None:
+    with pytest.raises(ConfigError, match=r"eos_token_id: .* \.\.\. \(.* characters\)") as told:
+        ModelConfig.from_dict(config(eos_token_id=[*range(100_000), "end"]))
+    assert len(str(told.value)) < 400
 
 
 @pytest.mark.parametrize(

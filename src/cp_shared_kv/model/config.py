@@ -13,7 +13,7 @@ from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.model.architectures import RopeStyle, architecture
 from cp_shared_kv.model.fp8_weights import is_block_fp8
 from cp_shared_kv.model.indexer_sharing import full_indexer_layers
-from cp_shared_kv.model.json_fields import boolean, integer, number, refuse
+from cp_shared_kv.model.json_fields import MAX_INTEGER, boolean, integer, number, refuse
 from cp_shared_kv.model.regular_file import check_regular_file
 from cp_shared_kv.model.rope_parameters import RopeParameters, rope_parameters
 
@@ -101,7 +101,7 @@ class ModelConfig:
         Raises ConfigError as `from_directory` does.
         """
         model_type, found = architecture(config)
-        sizes = {name: integer(config, name) for name in _SIZES}
+        sizes = {name: integer(config, name, most=_MOST.get(name, MAX_INTEGER)) for name in _SIZES}
         layers = sizes["num_hidden_layers"]
         parsed = cls(
             model_type=model_type,
@@ -147,6 +147,8 @@ _SIZES = (
     "num_experts_per_tok",
 )
 
+# Loops go over them, layer by layer and expert by expert.
+_MOST = {"num_hidden_layers": 4096, "n_routed_experts": 4096}
 
 _NEEDED = "give --model-path a directory with config.json and *.safetensors"
 _HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -226,6 +228,7 @@ def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tup
     value = config.get("eos_token_id") if value is None else value
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
+        whole = isinstance(token, int) and not isinstance(token, bool)
+        if not whole or not 0 <= token <= MAX_INTEGER:
             raise refuse("eos_token_id", value, "a token id, or a list of them")
     return tuple(ids)

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 from cp_shared_kv.errors import ConfigError
 
+MAX_INTEGER = 2**31 - 1
+"""Far more than any size of a model, and small enough to be multiplied with others."""
+_SHOWN_CHARACTERS = 200
+
 
 def refuse(field: str, value: object, allowed: str) -> ConfigError:
     """The error for a field whose value cannot be used."""
-    return ConfigError(f"config.json: {field}", value=repr(value), allowed=allowed)
+    shown = repr(value)
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[:_SHOWN_CHARACTERS]} ... ({len(shown)} characters)"
+    return ConfigError(f"config.json: {field}", value=shown, allowed=allowed)
 
 
 def integer(
-    fields: Mapping[str, Any], name: str, default: int | None = None, least: int = 1
+    fields: Mapping[str, Any],
+    name: str,
+    default: int | None = None,
+    least: int = 1,
+    most: int = MAX_INTEGER,
 ) -> int:
-    """An integer of `least` or more. A field that is absent or null takes the default, if any."""
+    """An integer of `least` to `most`. A field that is absent or null takes the default, if any."""
     value = _given(fields, name, default)
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise refuse(name, value, f"an integer of {least} or more")
+    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+        raise refuse(name, value, f"an integer of {least} or more, at most {most}")
     return value
 
 
@@ -32,7 +43,7 @@ def number(
     if (
         isinstance(value, bool)
         or not isinstance(value, int | float)
-        or not above < value < math.inf
+        or not above < value <= sys.float_info.max  # an integer may be larger, and finite
     ):
         raise refuse(name, value, f"a finite number above {above:g}")
     return float(value)
