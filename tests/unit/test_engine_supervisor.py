@@ -151,6 +151,17 @@ def test_what_the_system_refuses_is_told_once_and_tried_again(
     assert len([line for line in told if "decode-0 was killed by SIGKILL" in line]) == 1
 
 
+def test_a_child_that_dies_of_a_signal_without_a_name_is_replaced_too(
+    watched: Watched, clock: FakeTime, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock.step_seconds = 0.05
+    with caplog.at_level(logging.ERROR):
+        watched.spawner.processes[0].returncode = -40
+        until(lambda: watched.spawner.lives == [FIRST, FIRST.next()])
+    assert watched.supervisor.fatal is None
+    assert "decode-0 was killed by signal 40" in caplog.text
+
+
 def test_it_pauses_before_it_tries_again(watched: Watched) -> None:
     """The clock stands: so nothing is tried a second time."""
     watched.spawner.refuse["clean_up"] = 3

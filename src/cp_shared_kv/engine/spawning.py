@@ -202,5 +202,8 @@ def kill_processes(processes: Iterable[Process]) -> None:
 def how_it_ended(code: int) -> str:
     """An exit code in words."""
     if code < 0:
-        return f"was killed by {signal.Signals(-code).name}"
+        try:
+            return f"was killed by {signal.Signals(-code).name}"
+        except ValueError:  # most real-time signals have no name
+            return f"was killed by signal {-code}"
     return f"ended with exit code {code}"
