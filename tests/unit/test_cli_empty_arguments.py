@@ -1,10 +1,10 @@
-"""An empty argument is a shell variable that was not set, and no path."""
+"""An empty argument is a shell variable that was not set, and no path; bytes that are no text."""
 
 from __future__ import annotations
 
 import pytest
 
-from cp_shared_kv.cli.app import refuse_empty
+from cp_shared_kv.cli.app import refuse_empty, refuse_undecodable
 from cp_shared_kv.errors import ConfigError
 
 
@@ -33,3 +33,10 @@ def test_an_empty_argument_is_refused_by_where_it_stands(arguments: list[str], s
 )
 def test_other_arguments_pass(arguments: list[str]) -> None:
     refuse_empty(arguments)
+
+
+def test_bytes_that_are_no_text_are_refused_and_shown_in_ascii() -> None:
+    with pytest.raises(ConfigError, match=r"no UTF-8: '--model-path=/m\\udcff'; to change it: "):
+        refuse_undecodable(["serve", "--model-path=/m\udcff"])
+    refuse_undecodable(["serve", "--model-path=/mé€"])
+    refuse_undecodable(["sglang", "serve", "--model-path=/m\udcff"])

@@ -168,3 +168,13 @@ def test_a_satellite_refuses_what_cannot_work_before_it_asks(
     assert JoinConfig(**values)
     with pytest.raises(ConfigError):
         JoinConfig(**(values | changes))
+
+
+def test_a_name_that_is_no_text_is_refused_before_it_is_written(
+    spec: RunSpec, tmp_path: Path
+) -> None:
+    config = spec.config | {"served_model_name": "m\udcff"}
+    run = msgspec.structs.replace(spec, run_dir=str(tmp_path), config=config)
+    with pytest.raises(ConfigError, match=r"no UTF-8: 'm\\udcff'; to change it: "):
+        run.save()
+    assert list(tmp_path.iterdir()) == []

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.testing.byte_tokenizer import END_TOKEN, byte_tokenizer
 from cp_shared_kv.testing.tiny_models import (
@@ -125,3 +126,16 @@ def test_several_may_make_the_demo_at_once(cache: Path) -> None:
     for thread in threads:
         thread.join()
     assert not failures
+
+
+@pytest.mark.parametrize("place", ["/proc/cache", "/dev/null"])
+def test_a_cache_that_cannot_be_written_is_named(
+    monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", place)
+    with pytest.raises(ConfigError, match=f"{place}.*; to change it: set XDG_CACHE_HOME"):
+        demo_checkpoint_directory()
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", place)
+    with pytest.raises(ConfigError, match=f"{place}.*; to change it: set XDG_CACHE_HOME"):
+        demo_checkpoint_directory()

@@ -61,10 +61,29 @@ def refuse_empty(arguments: Sequence[str]) -> None:
             )
 
 
+def refuse_undecodable(arguments: Sequence[str]) -> None:
+    """ConfigError for bytes that are no UTF-8: neither JSON nor a terminal takes them.
+
+    `cpkv sglang` hands its arguments on, and takes any.
+    """
+    if arguments[:1] == ["sglang"]:
+        return
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            raise ConfigError(
+                "an argument is no UTF-8",
+                value=ascii(argument),
+                change="rename the file, or check the terminal's encoding",
+            ) from None
+
+
 def run() -> int:
     """Run one command; what the user can mend is one line on stderr, not a traceback."""
     try:
         refuse_empty(sys.argv[1:])
+        refuse_undecodable(sys.argv[1:])
         return app() or 0
     except CpkvError as error:
         Console(stderr=True, soft_wrap=True, highlight=False).print(f"cpkv: {error}", markup=False)

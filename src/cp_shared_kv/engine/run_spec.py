@@ -13,6 +13,7 @@ from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.segment_names import SEGMENT_PREFIX
 from cp_shared_kv.transfer.messages import PAGE_CHECKSUM, Bytes, Count, Fingerprint, Hello
 from cp_shared_kv.transfer.regions import Region
@@ -93,10 +94,21 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def save(self) -> Path:
-        """Write the file that `load` reads, for this user alone (mode 0600)."""
+        """Write the file that `load` reads, for this user alone (mode 0600).
+
+        ConfigError for a path or a name that is no UTF-8, which no message could carry either.
+        """
+        try:
+            content = msgspec.json.format(msgspec.json.encode(self))
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                "a path or a name of the run is no UTF-8",
+                value=ascii(error.object),
+                change="rename it, or name another; TMPDIR and XDG_CACHE_HOME count, too",
+            ) from error
         path = Path(self.run_dir) / FILE_NAME
         path.touch(PRIVATE_MODE, exist_ok=False)
-        path.write_bytes(msgspec.json.format(msgspec.json.encode(self)))
+        path.write_bytes(content)
         return path
 
     @classmethod

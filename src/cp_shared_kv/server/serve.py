@@ -37,9 +37,10 @@ def open_listener(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-    except socket.gaierror as error:
+    except (socket.gaierror, UnicodeError) as error:  # the second where it cannot be a name either
+        why = error.strerror if isinstance(error, OSError) else error
         raise StartupError(
-            f"--host is not an address ({error.strerror})",
+            f"--host is not an address ({why})",
             value=host,
             change="give an address of this machine, such as 127.0.0.1 or 0.0.0.0",
         ) from None

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.testing.block_fp8 import BLOCK_FP8_CONFIG, block_fp8
@@ -167,9 +169,21 @@ def demo_checkpoint_directory() -> Path:
     """The demo model in the user's cache folder, made at first use and again when damaged.
 
     The folder is $XDG_CACHE_HOME/cp-shared-kv, or ~/.cache/cp-shared-kv. Processes may call this
-    at the same time.
+    at the same time. ConfigError where no file can be kept there.
     """
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cp-shared-kv"
+    try:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        return _demo_in(cache / "cp-shared-kv")
+    # RuntimeError: a user without a home. SafetensorError: a full disk, among others.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(
+            "the demo model cannot be kept in the cache folder",
+            value=error,
+            change="set XDG_CACHE_HOME to a directory that this user can make, or write to",
+        ) from error
+
+
+def _demo_in(cache: Path) -> Path:
     directory = cache / f"demo-deepseek-v32-v{_DEMO_VERSION}-seed{_DEMO_SEED}"
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / f"{directory.name}.lock").open("w") as lock:

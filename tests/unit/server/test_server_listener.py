@@ -40,7 +40,13 @@ def test_a_port_that_another_came_to_listen_on_meanwhile():
 
 @pytest.mark.parametrize(
     ("host", "words"),
-    [("203.0.113.7", "not an address of this machine"), ("no such host", "not an address")],
+    [
+        ("203.0.113.7", "not an address of this machine"),
+        ("no such host", "not an address"),
+        ("a" * 70, "not an address .*: a{70}; to change it: "),
+        ("ü..x", "not an address"),
+        ("\udcff", "not an address"),
+    ],
 )
 def test_an_address_that_is_not_ours(host, words):
     with pytest.raises(StartupError, match=words):
