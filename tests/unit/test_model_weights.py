@@ -173,6 +173,15 @@ def test_a_truncated_file_is_refused_with_its_size(checkpoint: Path, kept_share:
         assert "tensor " in str(refused.value)
 
 
+@pytest.mark.parametrize("end", ["1e999", "Infinity", "NaN", "-1", '"x"'])
+def test_a_header_with_an_end_that_is_none_is_refused(checkpoint: Path, end: str) -> None:
+    header = b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,%s]}}' % end.encode()
+    weights = checkpoint / "model.safetensors"
+    weights.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="not a complete safetensors file"):
+        load(checkpoint)
+
+
 def test_garbage_instead_of_weights_is_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0[1, 2, 3]       ")
     with pytest.raises(CheckpointError, match=r"model\.safetensors"):

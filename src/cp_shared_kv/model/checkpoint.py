@@ -154,7 +154,8 @@ def _damage(path: Path, error: Exception) -> str:
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        # None of them says more than the error does. OverflowError: an end of Infinity.
+        except (ValueError, RecursionError, LookupError, TypeError, AttributeError, OverflowError):
             return str(error)
     cut = [(end, name) for name, end in ends.items() if end > path.stat().st_size]
     if not cut:

@@ -35,8 +35,14 @@ class ChatTemplate:
     controls, and blocks marked as `generation`.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
-        """Raises `CheckpointError` for a template with a mistake in its syntax."""
+    def __init__(
+        self,
+        source: str,
+        special_tokens: Mapping[str, str] | None = None,
+        *,
+        file: Path | None = None,
+    ) -> None:
+        """Raises `CheckpointError`, with the file that it is from, for one that is no template."""
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -48,9 +54,13 @@ class ChatTemplate:
             self._template = environment.from_string(
                 source, {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
             )
-        except jinja2.TemplateError as error:
+        # Jinja makes a Python program of it, and Python has its own refusals: a break outside a
+        # loop, blocks or brackets nested too deep.
+        except Exception as error:
             raise CheckpointError(
-                "the checkpoint's chat template is damaged", value=error, change="fetch it again"
+                f"the checkpoint's chat template is damaged ({_reason(error)})",
+                value=file,
+                change="fetch it again",
             ) from None
 
     @property
@@ -77,8 +87,18 @@ class ChatTemplate:
                     change="fetch the file again",
                 ) from None
         file = directory / "chat_template.jinja"
-        source = file.read_text("utf-8") if file.is_file() else _template_in(config)
-        return None if source is None else cls(source, _special_tokens(config))
+        if not file.is_file():
+            source, file = _template_in(config), path
+        else:
+            try:
+                source = file.read_text("utf-8")
+            except (OSError, UnicodeDecodeError) as error:
+                raise CheckpointError(
+                    f"the checkpoint's chat template cannot be read ({_reason(error)})",
+                    value=file,
+                    change="fetch it again",
+                ) from None
+        return None if source is None else cls(source, _special_tokens(config), file=file)
 
     def render(
         self,
@@ -101,9 +121,8 @@ class ChatTemplate:
             )
         # A program of somebody else's: it may fail in any way on messages it was not made for.
         except Exception as error:
-            reason = f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
             raise ChatTemplateError(
-                "the checkpoint's chat template does not take these messages", value=reason
+                "the checkpoint's chat template does not take these messages", value=_reason(error)
             ) from None
 
 
@@ -119,12 +138,16 @@ class _GenerationBlocks(jinja2.ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"[:_REASON_CHARACTERS]
+
+
 def _template_in(config: Mapping[str, Any]) -> str | None:
     given: object = config.get("chat_template")
     if isinstance(given, list):
         named = [entry for entry in cast("list[Any]", given) if isinstance(entry, dict)]
-        by_name = {entry.get("name"): entry.get("template") for entry in named}
-        given = by_name.get("default")
+        found = [entry.get("template") for entry in named if entry.get("name") == "default"]
+        given = found[-1] if found else None
     return given if isinstance(given, str) else None
 
 

@@ -53,6 +53,39 @@ def test_a_template_with_a_mistake_is_told_at_the_start(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "template",
+    [
+        b'{{ "\xff" }}',
+        b"{% for %}",
+        b"{% break %}",
+        b"{% for a in [1] %}" * 150 + b"{% endfor %}" * 150,
+        b"{{ " + b"(" * 5000 + b"1" + b")" * 5000 + b" }}",
+    ],
+    ids=["no UTF-8", "syntax", "break", "loops", "brackets"],
+)
+def test_a_template_that_is_none_is_told_at_the_start_with_its_file(tmp_path, template):
+    file = tmp_path / "chat_template.jinja"
+    file.write_bytes(template)
+    with pytest.raises(CheckpointError, match=f"chat template .*: {file}; to change it: ") as told:
+        ChatTemplate.from_directory(tmp_path)
+    assert len(str(told.value)) < 600
+
+
+def test_a_template_in_the_tokenizers_config_is_told_with_that_file(tmp_path):
+    file = tmp_path / "tokenizer_config.json"
+    file.write_text('{"chat_template": "{% break %}"}')
+    with pytest.raises(CheckpointError, match=f"chat template .*: {file}; "):
+        ChatTemplate.from_directory(tmp_path)
+
+
+def test_a_template_whose_name_is_none_is_passed_over(tmp_path):
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"chat_template": [{"name": ["a"], "template": "-"}]}'
+    )
+    assert ChatTemplate.from_directory(tmp_path) is None
+
+
+@pytest.mark.parametrize(
     ("source", "text"),
     [
         ("{{ messages[0].content }}", "<Hello & 'you'>"),
