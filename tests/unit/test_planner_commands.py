@@ -93,6 +93,8 @@ def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
         (("glm-5", "--gpu-memory-gib", "nan"), "--gpu-memory-gib is out of range: nan"),
         (("glm-5", "--kv-budget-gib", "inf"), "--kv-budget-gib is out of range: inf"),
         (("glm-5", "--kv-budget-gib", "-1"), "--kv-budget-gib is out of range: -1"),
+        (("glm-5", "--kv-budget-gib", "1e300"), "--kv-budget-gib is out of range: 1e+300; allowed"),
+        (("glm-5", "--gpu-memory-gib", "1e300"), "above 0, at most 1048576"),
         (("glm-5", "--gpu", "h200", "--expert-parallel-size", "0"), "--expert-parallel-size"),
         (("glm-5", "--gpu", "h200", "--context-length", "0"), "--context-length is out of range"),
         (("glm-5", "--gpu", "h200", "--cp-size", "0"), "--attention-context-parallel-size"),

@@ -220,8 +220,14 @@ def test_a_file_that_is_no_trace_is_told_the_three_formats(tmp_path: Path, conte
 
 def test_a_csv_field_without_end_is_refused_by_its_line(tmp_path: Path) -> None:
     header = "arrival_seconds,prompt_tokens,output_tokens"
-    with pytest.raises(TraceError, match=r"line \d+.*field"):
+    with pytest.raises(TraceError, match="line 3: field"):
         trace_of(tmp_path / "l.csv", header, "1,10,3", "1,10," + "3" * 200_000)
+
+
+def test_a_csv_header_without_end_is_refused_by_its_line(tmp_path: Path) -> None:
+    header = "arrival_seconds,prompt_tokens,output_tokens," + "a" * 140_000
+    with pytest.raises(TraceError, match="line 1: field"):
+        trace_of(tmp_path / "l.csv", header, "1,10,3,a")
 
 
 def test_blank_lines_before_the_first_do_not_hide_the_format(tmp_path: Path) -> None:

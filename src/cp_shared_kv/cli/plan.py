@@ -21,6 +21,8 @@ from cp_shared_kv.planner.ranges import check_above_zero, check_at_least
 from cp_shared_kv.planner.weight_bytes import WeightDtype, WeightSplit, weight_bytes
 
 DEFAULT_LENGTHS = (8_192, 32_768, 131_072, 524_288)
+MOST_GIB = 2**20
+"""A pebibyte: what a rank is said to have must be countable in bytes."""
 
 
 def plan(
@@ -136,7 +138,7 @@ def plan(
 
 
 def _bytes(flag: str, gib: float | None) -> int | None:
-    check_above_zero(flag, gib)
+    check_above_zero(flag, gib, MOST_GIB)
     return None if gib is None else int(gib * GIB)
 
 

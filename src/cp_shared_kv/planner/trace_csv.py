@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import csv
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
 
@@ -32,7 +33,8 @@ def read_lengths(path: Path, refuse: Refuse = stop_at_first) -> Trace:
     before = -math.inf
     with path.open(encoding="utf-8-sig", newline="") as file:
         rows = csv.DictReader(file)
-        columns = _columns(path, rows.fieldnames)
+        with _lines_are_csv(path, rows):
+            columns = _columns(path, rows.fieldnames)
         for row in _rows(path, rows):
             where = f"{path.name}, line {rows.line_num}"
             try:
@@ -56,10 +58,17 @@ def has_known_column(line: str) -> bool:
 
 
 def _rows(path: Path, rows: csv.DictReader[str]) -> Iterator[Row]:
-    try:
+    with _lines_are_csv(path, rows):
         yield from rows
+
+
+@contextmanager
+def _lines_are_csv(path: Path, rows: csv.DictReader[str]) -> Generator[None]:
+    try:
+        yield
     except csv.Error as error:  # nothing behind such a line can be told apart
-        raise TraceError(f"{path.name}, line {rows.line_num}", value=error) from error
+        # The reader's own count: that of `rows` has not come to this line.
+        raise TraceError(f"{path.name}, line {rows.reader.line_num}", value=error) from error
 
 
 def _request(
