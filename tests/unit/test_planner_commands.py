@@ -9,10 +9,11 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
+from cp_shared_kv.cli import simulate
 from cp_shared_kv.planner.model_catalogue import BUILT_IN
 from cp_shared_kv.planner.whole_cells import short_count
 
@@ -282,6 +283,8 @@ def test_simulate_takes_rates_of_a_results_file(cpkv: Command, trace: Path, tmp_
         (("--conversation-every", "1", "--ramp", "5"), "--ramp has no effect here"),
         (("--conversation-every", "1", "--longest-think", "5"), "--users for a closed loop"),
         (("--users", "1", "--results", "/dev/null/x"), "--results cannot be written"),
+        (("--users", "1,99999999999999999999"), "--users is out of range: 99999999999999999999; "),
+        (("--users", "1", "--prefill-groups", "999999999"), "allowed: 1 to 4096"),
         (("--users", "1", "--model", "deepseek-v3.2", "--gpu", "h20"), "leave no room"),
     ],
 )
@@ -292,6 +295,31 @@ def test_what_simulate_refuses_is_one_line_that_says_what_to_change(
     assert code == 1
     assert said in err
     assert err.startswith("cpkv: ")
+
+
+@pytest.mark.parametrize("flag", ["--results", "--plots"])
+@pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
+def test_a_place_that_takes_no_results_is_refused_before_anything_is_simulated(
+    cpkv: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, flag: str, place: str
+) -> None:
+    monkeypatch.setattr(simulate, "run_sweep", lambda *_: pytest.fail("it was simulated"))
+    code, _, err = cpkv("simulate", trace, "--users", "1", flag, place)
+    assert code == 1
+    assert err.startswith(f"cpkv: {flag} cannot be written: {place} (")
+
+
+def test_a_file_of_results_stays_until_there_are_others(
+    cpkv: Command, trace: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def stopped(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(simulate, "run_sweep", stopped)
+    for place in (tmp_path / "old.json", tmp_path / "new.json"):
+        (tmp_path / "old.json").write_text("old")
+        assert cpkv("simulate", trace, "--users", "1", "--results", place)[0] == 130
+    assert (tmp_path / "old.json").read_text() == "old"
+    assert not (tmp_path / "new.json").exists()
 
 
 def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path) -> None:

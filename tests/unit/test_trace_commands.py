@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -35,6 +36,19 @@ def test_a_trace_that_is_not_there_ends_in_one_line(cpkv: Command, command: str)
     assert code == 1
     assert out == ""
     assert err == "cpkv: the trace cannot be read: nowhere.jsonl (No such file or directory)\n"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("command", ["validate", "summarise"])
+def test_a_trace_that_is_a_pipe_is_refused_and_not_waited_for(
+    cpkv: Command, tmp_path: Path, command: str
+) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    code, out, err = cpkv("trace", command, tmp_path / "pipe")
+    assert (code, out) == (1, "")
+    assert err.startswith(
+        f"cpkv: the trace is no regular file: {tmp_path / 'pipe'}; to change it: "
+    )
 
 
 def test_a_trace_is_summarised_as_tables_and_as_json(cpkv: Command, trace: Path) -> None:

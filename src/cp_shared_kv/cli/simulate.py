@@ -17,13 +17,14 @@ from cp_shared_kv.engine.config import KVCacheDtype, RouterPolicy
 from cp_shared_kv.planner.capacity import PlanRequest, make_plan, pool_sizes
 from cp_shared_kv.planner.gpus import gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named
-from cp_shared_kv.planner.plot import draw_plots
+from cp_shared_kv.planner.plot import check_plots_place, draw_plots
 from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.rates import Rates
 from cp_shared_kv.planner.report import (
     Row,
     all_results,
     assumptions,
+    check_results_place,
     print_results,
     write_results,
 )
@@ -205,6 +206,11 @@ def simulate(
         conversation_every_seconds=conversation_every,
         seed=seed,
     )
+    # A sweep may take hours: what becomes of it is known before.
+    if results is not None:
+        check_results_place(results)
+    if plots is not None:
+        check_plots_place(plots)
     with _bar(sweep.cases(), sweep.requests) as show:
         rows: list[Row] = [found.as_plain() for found in run_sweep(sweep, recorded, show)]
     content = all_results(sweep, recorded, rows)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cp_shared_kv.errors import CpkvError
-from cp_shared_kv.planner.report import Row
+from cp_shared_kv.planner.report import Row, writing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -17,18 +19,26 @@ _SIZE_INCHES = (7.4, 3.8)
 _COLOURS = ("#1b6ca8", "#d1495b", "#2e8b57", "#8e5ea2", "#e0a030", "#555555")
 
 
+def check_plots_place(directory: Path) -> None:
+    """Raise what `draw_plots` would, before there is anything to draw."""
+    if find_spec("matplotlib") is None:
+        raise CpkvError(
+            "--plots needs matplotlib, which is not installed",
+            change="pip install 'cp-shared-kv[plots]'",
+        )
+    with writing("--plots", directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=directory).close()
+
+
 def draw_plots(rows: Sequence[Row], directory: Path, title: str) -> list[Path]:
     """Draw what the cases have; returns the files.
 
     CpkvError when matplotlib is not installed or the directory cannot be written.
     """
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise CpkvError(
-            "--plots needs matplotlib, which is not installed",
-            change="pip install 'cp-shared-kv[plots]'",
-        ) from error
+    check_plots_place(directory)
+    import matplotlib
+
     # The same results give the same file.
     style: dict[Any, Any] = {
         "svg.hashsalt": "cpkv",
@@ -36,14 +46,8 @@ def draw_plots(rows: Sequence[Row], directory: Path, title: str) -> list[Path]:
         "axes.spines.top": False,
         "axes.spines.right": False,
     }
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with matplotlib.rc_context(style):
-            return list(_draw_all(rows, directory, title))
-    except OSError as error:
-        raise CpkvError(
-            "--plots cannot be written", value=f"{directory} ({error.strerror})"
-        ) from error
+    with writing("--plots", directory), matplotlib.rc_context(style):
+        return list(_draw_all(rows, directory, title))
 
 
 def _draw_all(rows: Sequence[Row], directory: Path, title: str) -> Iterator[Path]:

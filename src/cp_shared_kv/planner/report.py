@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -37,15 +39,30 @@ def all_results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, An
     }
 
 
+def check_results_place(path: Path) -> None:
+    """Raise what `write_results` would, before there is anything to write; what is there stays."""
+    with writing("--results", path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() or path.is_dir():
+            path.open("ab").close()
+        elif not path.exists():
+            tempfile.TemporaryFile(dir=path.parent).close()
+
+
 def write_results(content: dict[str, Any], path: Path) -> None:
     """Write the JSON; CpkvError when that cannot be done."""
-    try:
+    with writing("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def writing(flag: str, path: Path) -> Generator[None]:
+    """CpkvError, with the flag and the path, where what is done within cannot be written."""
+    try:
+        yield
     except OSError as error:
-        raise CpkvError(
-            "--results cannot be written", value=f"{path} ({error.strerror})"
-        ) from error
+        raise CpkvError(f"{flag} cannot be written", value=f"{path} ({error.strerror})") from error
 
 
 def assumptions(sweep: Sweep, trace: Trace, model: str, gpu: str) -> str:

@@ -22,6 +22,8 @@ from cp_shared_kv.planner.trace import Trace
 from cp_shared_kv.planner.weight_bytes import WeightBytes, WeightSplit
 
 LONGEST_THINK_SECONDS = 1800.0
+MOST_USERS = 1_000_000
+MOST_GROUPS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +66,9 @@ class Sweep:
                     allowed=f"1 to {self.cp_size}, the ranks that can share pages",
                     change="raise --attention-context-parallel-size",
                 )
+        for users in self.users or ():
+            check_at_least("--users", users, 1, MOST_USERS)
+        check_at_least("--prefill-groups", self.groups, 1, MOST_GROUPS)
         check_at_least("--requests", self.requests, 1)
         check_at_least("--seed", self.seed, 0)
         check_at_least("--decode-max-total-tokens", self.decode_tokens, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ _SHOWN_BYTES = 40
 
 def read_trace(path: Path, refuse: Refuse = stop_at_first) -> Trace:
     """The trace in a file. TraceError, with the line, for anything that is none."""
+    _check_regular(path)
     try:
         first = _first_line(path)
         if not _looks_like_a_trace(first):
@@ -44,8 +46,9 @@ class Validation:
 def validate(path: Path, most_errors: int) -> Validation:
     """Read a file to its end and keep the first `most_errors` things that are wrong with it.
 
-    TraceError for a file that the system does not let us read.
+    TraceError for what is no file, and for a file that the system does not let us read.
     """
+    _check_regular(path)
     errors: list[TraceError] = []
     wrong = 0
 
@@ -65,6 +68,14 @@ def validate(path: Path, most_errors: int) -> Validation:
             note(error)
         trace = None
     return Validation(None if wrong else trace, tuple(errors), wrong)
+
+
+def _check_regular(path: Path) -> None:
+    """A pipe has no beginning to tell the format by and then to read again; a device has no end."""
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise TraceError(
+            "the trace is no regular file", value=path, change="write it to a file first"
+        )
 
 
 def _looks_like_a_trace(first: bytes) -> bool:
