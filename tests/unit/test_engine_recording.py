@@ -159,3 +159,14 @@ def test_a_place_for_a_recording_is_made_and_left_empty(tmp_path: Path) -> None:
     check_recording_place(tmp_path / "a" / "b")
     check_recording_place(tmp_path / "a" / "b")
     assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_a_disk_that_fills_is_told_with_flag_and_path(tmp_path: Path) -> None:
+    for name in ("a.messages", "b.logits", "b.rows"):
+        (tmp_path / name).symlink_to("/dev/full")
+    log, rank = MessageLog(tmp_path / "a.messages"), LogitsLog(tmp_path / "b")
+    full = "--record-batches cannot be written .No space left on device.: "
+    with pytest.raises(CpkvError, match=f"{full}{tmp_path / 'a.messages'}; to change it: "):
+        log.append(b"message")
+    with pytest.raises(CpkvError, match=f"{full}{tmp_path / 'b'}; to change it: "):
+        rank.append(1, rows(7), rows(0), logits(1))

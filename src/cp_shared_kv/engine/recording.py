@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +35,20 @@ class MessageLog:
     """Appends encoded messages to a file, each behind its length."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("wb")
+        self._path = path
+        with _written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("wb")
 
     def append(self, data: bytes) -> None:
-        """Write one message; it is on disk for other processes when this returns."""
-        self._file.write(len(data).to_bytes(8, "little"))
-        self._file.write(data)
-        self._file.flush()
+        """Write one message; it is on disk for other processes when this returns.
+
+        CpkvError where that cannot be done: the recording is then of no use.
+        """
+        with _written(self._path):
+            self._file.write(len(data).to_bytes(8, "little"))
+            self._file.write(data)
+            self._file.flush()
 
 
 def read_messages(path: Path) -> Iterator[bytes]:
@@ -59,9 +66,11 @@ class LogitsLog:
     """Appends rows of logits (float32) and what they belong to, in two raw files."""
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._logits = path.with_suffix(".logits").open("wb")
-        self._rows = path.with_suffix(".rows").open("wb")
+        self._path = path
+        with _written(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._logits = path.with_suffix(".logits").open("wb")
+            self._rows = path.with_suffix(".rows").open("wb")
 
     def append(
         self,
@@ -70,13 +79,29 @@ class LogitsLog:
         positions: npt.NDArray[np.int64],
         logits: npt.NDArray[np.float32],
     ) -> None:
-        """One row of `logits` (float32[rows, vocab]) for each room and token position."""
+        """One row of `logits` (float32[rows, vocab]) for each room and token position.
+
+        CpkvError where they cannot be written: the recording is then of no use.
+        """
         rows = np.empty(len(rooms), ROW_FIELDS)
         rows["batch"], rows["room"], rows["position"] = batch_id, rooms, positions
-        self._rows.write(rows.tobytes())
-        self._logits.write(np.ascontiguousarray(logits, "<f4").tobytes())
-        self._rows.flush()
-        self._logits.flush()
+        with _written(self._path):
+            self._rows.write(rows.tobytes())
+            self._logits.write(np.ascontiguousarray(logits, "<f4").tobytes())
+            self._rows.flush()
+            self._logits.flush()
+
+
+@contextmanager
+def _written(path: Path) -> Generator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise CpkvError(
+            f"--record-batches cannot be written ({error.strerror})",
+            value=path,
+            change="make room there, or name another directory, and start again",
+        ) from error
 
 
 @dataclass(frozen=True)
