@@ -1,4 +1,4 @@
-"""A start of `cpkv serve` that hangs before any process runs; none is started here."""
+"""What ends a start of `cpkv serve` before any process runs; none is started here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.engine import cluster
 from cp_shared_kv.engine.config import EngineConfig
-from cp_shared_kv.errors import StartStoppedError
+from cp_shared_kv.errors import ConfigError, StartStoppedError
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -34,6 +34,15 @@ def test_a_signal_ends_a_start_that_would_never_end(
 
     monkeypatch.setattr(cluster, "describe_model", never_described)
     assert serve(EngineConfig(model_path=Path("/m"), port=0)) == 0
+
+
+def test_a_transfer_backend_that_is_not_installed_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cluster, "find_spec", lambda _name: None)
+    config = EngineConfig(model_path=Path("/m"), port=0, disaggregation_transfer_backend="mooncake")
+    with pytest.raises(ConfigError, match=r"not installed: mooncake; .*cp-shared-kv\[mooncake\]"):
+        serve(config)
 
 
 def test_a_signal_that_a_library_swallows_ends_the_start_all_the_same(

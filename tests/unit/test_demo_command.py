@@ -42,7 +42,7 @@ def test_gpus_that_are_not_there_are_one_line(
 def test_a_transfer_backend_that_is_not_installed_is_refused(
     cpkv: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(demo, "find_spec", lambda _name: None)
+    monkeypatch.setattr(cluster, "find_spec", lambda _name: None)
     code, out, err = cpkv("demo", "--disaggregation-transfer-backend", "mooncake")
     assert (code, out) == (1, "")
     assert err == (

@@ -9,7 +9,6 @@ import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, NoReturn
 
@@ -22,10 +21,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cp_shared_kv.cli.completion_stream import Completion, stream_completion
 from cp_shared_kv.cli.ownership_picture import ownership_picture
 from cp_shared_kv.cli.stop_signals import on_stop_signals
-from cp_shared_kv.engine.cluster import Cluster
+from cp_shared_kv.engine.cluster import Cluster, check_backend
 from cp_shared_kv.engine.config import Device, EngineConfig, KVRead, TransferBackend
 from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
-from cp_shared_kv.errors import CapacityError, ConfigError, CpkvError
+from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.server.serve import open_listener
 from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
@@ -72,7 +71,7 @@ def demo(
         Damage one byte of one page of the replay, to see that the comparison notices.
     """
     started = time.monotonic()
-    _check_backend(disaggregation_transfer_backend)
+    check_backend(disaggregation_transfer_backend)  # before the model is made
     on_stop_signals(_stop)
     with tempfile.TemporaryDirectory(prefix="cpkv-demo-") as scratch:
         shared = Path(scratch) / "shared"
@@ -122,16 +121,6 @@ def _run(config: EngineConfig, shared: Path, scratch: Path, *, flip_byte: bool) 
                 out.print(_tail(log_file), markup=False)
             raise
     return _verdict(comparison)
-
-
-def _check_backend(backend: TransferBackend) -> None:
-    if backend == "mooncake" and find_spec("mooncake") is None:
-        raise ConfigError(
-            "--disaggregation-transfer-backend needs a package that is not installed",
-            value=backend,
-            allowed="shared_memory",
-            change="pip install 'cp-shared-kv[mooncake]'",
-        )
 
 
 def _stop() -> NoReturn:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -36,6 +37,7 @@ from cp_shared_kv.engine.terms import terms_of
 from cp_shared_kv.errors import ConfigError, InvariantError, StartStoppedError, StartupError
 from cp_shared_kv.memory.buffers import remove_stale_segments
 from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
+from cp_shared_kv.transfer.transports import TransferBackend
 
 POLL_SECONDS = 0.05
 SERVER = "server-0"
@@ -74,6 +76,7 @@ class Cluster:
         self._stop_asked = stop_asked
         self._on_progress = on_progress
         self._run_dir: RunDir | None = None
+        check_backend(config.disaggregation_transfer_backend)
         if config.record_batches is not None:
             check_recording_place(config.record_batches)
         remove_stale_segments()
@@ -241,6 +244,17 @@ class Cluster:
         if self._supervisor is None:
             raise InvariantError("a cluster was asked for its processes before its start")
         return self._supervisor
+
+
+def check_backend(backend: TransferBackend) -> None:
+    """ConfigError for a transfer backend whose package is not installed."""
+    if backend == "mooncake" and find_spec("mooncake") is None:
+        raise ConfigError(
+            "--disaggregation-transfer-backend needs a package that is not installed",
+            value=backend,
+            allowed="shared_memory",
+            change="pip install 'cp-shared-kv[mooncake]'",
+        )
 
 
 def _sized(config: EngineConfig, model: ModelDescription) -> EngineLimits:
