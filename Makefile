@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help run serve test check lint types unit beside format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: FORCE help run serve test check lint types unit beside rest format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -22,12 +22,14 @@ serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="
 
 test: lint ## everything that needs no GPU
 	@$(MAKE) --no-print-directory -j2 unit beside
-	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit tests/property $(BESIDE)) $(ARGS)
+	@$(MAKE) --no-print-directory -j2 rest $(ALSO)
 
 check: lint ## format, lint, types, layers, unit and property tests
 	@$(MAKE) --no-print-directory -j2 types unit
 
-# The parts of these two, of their own only so that both cores are used.
+# The parts of these two, of their own only so that both cores are used. ALSO names targets that run beside the
+# last part, which leaves most of a core idle.
+ALSO ?=
 NO_GPU := -m "not gpu and not soak"
 BESIDE := tests/kernels tests/docs
 
@@ -44,6 +46,9 @@ unit: $(VENV)/.dev
 
 beside: types
 	$(BIN)/python -m pytest $(NO_GPU) $(BESIDE)
+
+rest: $(VENV)/.dev
+	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit tests/property $(BESIDE)) $(ARGS)
 
 format: $(VENV)/.dev ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
