@@ -22,7 +22,7 @@ from cp_shared_kv.reads.read_ahead import Lane, LayerPages
 from cp_shared_kv.reads.scratch import Scratch
 
 
-@dataclass
+@dataclass(eq=False)
 class Sharing:
     """How a rank's pools share: who it is, and by which parts of the core.
 
