@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help run serve test check lint types unit beside rest format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: FORCE help run serve test check lint types unit property beside rest format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -25,13 +25,13 @@ test: lint ## everything that needs no GPU
 	@$(MAKE) --no-print-directory -j2 rest $(ALSO)
 
 check: lint ## format, lint, types, layers, unit and property tests
-	@$(MAKE) --no-print-directory -j2 types unit
+	@$(MAKE) --no-print-directory -j2 unit property
 
 # The parts of these two, of their own only so that both cores are used. ALSO names targets that run beside the
 # last part, which leaves most of a core idle.
 ALSO ?=
 NO_GPU := -m "not gpu and not soak"
-BESIDE := tests/kernels tests/docs
+BESIDE := tests/property tests/kernels tests/docs
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -42,13 +42,16 @@ types: $(VENV)/.dev
 	$(BIN)/pyright
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit tests/property
+	$(BIN)/python -m pytest tests/unit
+
+property: types
+	$(BIN)/python -m pytest tests/property
 
 beside: types
 	$(BIN)/python -m pytest $(NO_GPU) $(BESIDE)
 
 rest: $(VENV)/.dev
-	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit tests/property $(BESIDE)) $(ARGS)
+	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit $(BESIDE)) $(ARGS)
 
 format: $(VENV)/.dev ## rewrite the sources in the project's format
 	$(BIN)/ruff format .
