@@ -61,6 +61,20 @@ def test_the_environment_of_a_decode_server(capsys, monkeypatch, model_path, val
     assert ALL_RANKS_SEND in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("left", [True, False])
+def test_half_of_a_roll_back_is_told(capsys, monkeypatch, model_path, left) -> None:
+    monkeypatch.setenv(ALL_RANKS_SEND, "1" if left else "0")
+    argv = _server(
+        *(model_path, "--disaggregation-mode", "prefill"),
+        *("--enable-nsa-prefill-context-parallel", "--nsa-prefill-cp-mode", "in-seq-split"),
+    )
+
+    assert doctor(*argv) == 1
+    said = capsys.readouterr().out
+    assert f"{FLAG} is not given" in said
+    assert (f"BAD  {ALL_RANKS_SEND}: set without the flag" in said) == left
+
+
 def test_shut_out_by_sglangs_own_list(capsys, monkeypatch) -> None:
     monkeypatch.setenv("SGLANG_PLUGINS", "another_one")
 

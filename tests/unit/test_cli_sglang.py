@@ -20,4 +20,4 @@ def test_the_doctor_names_the_next_step(
     assert code == 1
     assert out.startswith(f"BAD  SGLang: {installed or 'not installed'} (tested: ")
     assert out.splitlines()[-1].startswith("next: run this with the Python of SGLang's environment")
-    assert "pip install sglang==0.5.12.post1" in out
+    assert "pip install sglang==0.5.11" in out

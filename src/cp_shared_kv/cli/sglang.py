@@ -31,6 +31,6 @@ def doctor(
     if versions.release(versions.installed_version()) is None:
         print(
             "next: run this with the Python of SGLang's environment, or install a tested release "
-            f"into this one: pip install sglang=={versions.SUPPORTED[-1]}"
+            f"into this one: pip install sglang=={versions.SUPPORTED[0]}"
         )
     return 0 if all(finding.good for finding in findings) else 1

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cp_shared_kv.errors import ConfigError
-from cp_shared_kv.integrations.sglang import FLAG, verify, versions
+from cp_shared_kv.integrations.sglang import ATTRIBUTE, FLAG, verify, versions
 from cp_shared_kv.integrations.sglang.settings import ALL_RANKS_SEND
 
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
@@ -60,12 +60,22 @@ def check_command_line(argv: Sequence[str]) -> list[Finding]:
         return [Finding("command line", False, "SGLang's parser refuses it, see above")]
     except (AssertionError, ValueError, RuntimeError) as error:
         return [Finding("command line", False, f"SGLang itself refuses it: {error}")]
+    all_send = os.environ.get(ALL_RANKS_SEND, "").lower() in ("1", "true", "yes")
     if args.disaggregation_mode == "decode":
-        all_send = os.environ.get(ALL_RANKS_SEND, "").lower() in ("1", "true", "yes")
-        told = "set" if all_send else "not set: decode would start when rank 0 alone has sent"
+        told = (
+            "set, as prefill servers with the flag need it; behind stock ones requests would wait"
+            if all_send
+            else "not set: behind prefill servers with the flag decode would start when rank 0 alone "
+            "has sent"
+        )
         return [Finding(ALL_RANKS_SEND, all_send, told)]
-    on = bool(getattr(args, "enable_nsa_prefill_cp_shared_kv", False))
-    return [Finding("command line", on, "accepted" if on else f"{FLAG} is not given")]
+    if getattr(args, ATTRIBUTE, False):
+        return [Finding("command line", True, "accepted")]
+    found = [Finding("command line", False, f"{FLAG} is not given")]
+    if all_send and args.enable_nsa_prefill_context_parallel:
+        told = "set without the flag: SGLang itself loses pages after a prefix hit then; unset it"
+        found.append(Finding(ALL_RANKS_SEND, False, told))
+    return found
 
 
 def _entry_point() -> Finding:
