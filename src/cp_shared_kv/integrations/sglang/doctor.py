@@ -65,8 +65,8 @@ def check_command_line(argv: Sequence[str]) -> list[Finding]:
         told = (
             "set, as prefill servers with the flag need it; behind stock ones requests would wait"
             if all_send
-            else "not set: behind prefill servers with the flag decode would start when rank 0 alone "
-            "has sent"
+            else "not set: behind prefill servers with the flag, decode would start when rank 0 "
+            "alone has sent"
         )
         return [Finding(ALL_RANKS_SEND, all_send, told)]
     if getattr(args, ATTRIBUTE, False):
