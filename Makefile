@@ -106,7 +106,7 @@ $(VENV)/.torch:
 	@[ "$$(uname -s)" = Linux ] || { echo "cp-shared-kv runs on Linux only; this is $$(uname -s). Use a Linux machine, VM or container." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed; $(PYTHON) is $$($(PYTHON) --version 2>&1). Try: make run PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) cannot make a virtual environment; on Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
-	@[ ! -e $@ ] || { echo "removing the torch that is there ..."; $(BIN)/pip uninstall -q -y torch; }
+	@[ ! -e $@ ] || { echo "removing the torch that is there ..."; rm -f $@; $(BIN)/pip uninstall -q -y torch; }
 	@echo "installing torch (once) ..."
 	@[ -z "$(TORCH_INDEX)" ] || $(BIN)/pip install -q --no-deps --retries 1 --timeout 20 --index-url "$(TORCH_INDEX)" 'torch>=2.11,<2.14' || echo "no torch from $(TORCH_INDEX); pip's default build follows (several GB)"
 	@echo "$(TORCH_CHOICE)" > $@

@@ -44,7 +44,8 @@ def test_an_environment_that_is_there_is_used(venv: Path) -> None:
 @pytest.mark.parametrize("index", ["", "https://download.pytorch.org/whl/cu130"])
 def test_another_build_replaces_the_one_that_is_there(venv: Path, index: str) -> None:
     shown = would_do(venv, f"TORCH_INDEX={index}")
-    assert f"{venv}/bin/pip uninstall -q -y torch" in shown
+    # Without its stamp an environment that is left half changed is made whole by the next run.
+    assert f"rm -f {venv}/.torch; {venv}/bin/pip uninstall -q -y torch" in shown
     assert f'echo "index={index}" > {venv}/.torch' in shown
     assert "installing cp-shared-kv" in shown  # and with it what the other build needs
 

@@ -175,6 +175,9 @@ def test_generation_config_has_the_last_word_on_end_tokens(tmp_path: Path) -> No
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (1,)
     write(tmp_path, "generation_config.json", {"eos_token_id": [256, 2]})
     assert ModelConfig.from_directory(tmp_path).eos_token_ids == (256, 2)
+    write(tmp_path, "generation_config.json", {"eos_token_id": [1.0]})
+    with pytest.raises(ConfigError, match=r"^generation_config\.json: eos_token_id"):
+        ModelConfig.from_directory(tmp_path)
     for unusable in ("end", 257):
         write(tmp_path, "generation_config.json", {"eos_token_id": unusable})
         with pytest.raises(ConfigError, match="eos_token_id"):

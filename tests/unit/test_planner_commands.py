@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -320,6 +321,27 @@ def test_a_file_of_results_stays_until_there_are_others(
         assert cpkv("simulate", trace, "--users", "1", "--results", place)[0] == 130
     assert (tmp_path / "old.json").read_text() == "old"
     assert not (tmp_path / "new.json").exists()
+
+
+def test_results_never_replace_what_they_are_made_from(
+    cpkv: Command, trace: Path, tmp_path: Path
+) -> None:
+    (link := tmp_path / "link.json").symlink_to(trace)
+    before = trace.read_text()
+    for place in (trace, link):
+        code, _, err = cpkv("simulate", trace, "--users", "1", "--results", place)
+        assert code == 1
+        assert "allowed: another file than those it is made from" in err
+    assert trace.read_text() == before
+
+
+def test_a_pipe_that_nobody_reads_is_not_waited_for(
+    cpkv: Command, trace: Path, tmp_path: Path
+) -> None:
+    os.mkfifo(pipe := tmp_path / "pipe")
+    code, _, err = cpkv("simulate", trace, "--users", "1", "--results", pipe)
+    assert code == 1
+    assert err.startswith("cpkv: --results cannot be written")
 
 
 def test_a_trace_that_is_wrong_is_refused_by_its_line(cpkv: Command, trace: Path) -> None:

@@ -124,7 +124,9 @@ def _run(config: EngineConfig, shared: Path, scratch: Path, *, flip_byte: bool) 
 
 
 def _stop() -> NoReturn:
-    """Said before the processes are ended, which takes some seconds."""
+    """Said before the processes are ended, which takes some seconds. Told again, it goes on with
+    that: broken off, it would leave processes and memory."""
+    on_stop_signals(lambda: None)
     with suppress(OSError):  # the terminal may be what has gone
         print("cpkv: stopping ...", file=sys.stderr, flush=True)
     raise KeyboardInterrupt

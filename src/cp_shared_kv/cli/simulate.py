@@ -208,7 +208,8 @@ def simulate(
     )
     # A sweep may take hours: what becomes of it is known before.
     if results is not None:
-        check_results_place(results)
+        sources = [trace, Path(model), *([] if gpu_results is None else [gpu_results])]
+        check_results_place(results, sources)
     if plots is not None:
         check_plots_place(plots)
     with _bar(sweep.cases(), sweep.requests) as show:

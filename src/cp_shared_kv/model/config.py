@@ -224,11 +224,12 @@ def _checkpoint_dtype(config: Mapping[str, Any]) -> str | None:
 
 
 def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any]) -> tuple[int, ...]:
-    value = generation.get("eos_token_id")
-    value = config.get("eos_token_id") if value is None else value
+    value, file = generation.get("eos_token_id"), "generation_config.json"
+    if value is None:
+        value, file = config.get("eos_token_id"), "config.json"
     ids: list[Any] = [] if value is None else value if isinstance(value, list) else [value]
     for token in ids:
         whole = isinstance(token, int) and not isinstance(token, bool)
         if not whole or not 0 <= token <= MAX_INTEGER:
-            raise refuse("eos_token_id", value, "a token id, or a list of them")
+            raise refuse("eos_token_id", value, "a token id, or a list of them", file)
     return tuple(ids)

@@ -13,12 +13,12 @@ MAX_INTEGER = 2**31 - 1
 _SHOWN_CHARACTERS = 200
 
 
-def refuse(field: str, value: object, allowed: str) -> ConfigError:
+def refuse(field: str, value: object, allowed: str, file: str = "config.json") -> ConfigError:
     """The error for a field whose value cannot be used."""
     shown = repr(value)
     if len(shown) > _SHOWN_CHARACTERS:
         shown = f"{shown[:_SHOWN_CHARACTERS]} ... ({len(shown)} characters)"
-    return ConfigError(f"config.json: {field}", value=shown, allowed=allowed)
+    return ConfigError(f"{file}: {field}", value=shown, allowed=allowed)
 
 
 def integer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cp_shared_kv.errors import CpkvError
+from cp_shared_kv.errors import ConfigError, CpkvError
 from cp_shared_kv.planner.provenance import provenance
 from cp_shared_kv.planner.sweep import Sweep
 from cp_shared_kv.planner.trace import NO_BLOCKS, Trace
@@ -39,14 +40,27 @@ def all_results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, An
     }
 
 
-def check_results_place(path: Path) -> None:
-    """Raise what `write_results` would, before there is anything to write; what is there stays."""
+def check_results_place(path: Path, sources: Sequence[Path] = ()) -> None:
+    """Raise what `write_results` would, before there is anything to write; what is there stays.
+
+    ConfigError for one of the `sources` that the results come from.
+    """
     with writing("--results", path):
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_file() or path.is_dir():
             path.open("ab").close()
         elif not path.exists():
             tempfile.TemporaryFile(dir=path.parent).close()
+        else:  # a pipe that nobody reads would be waited for
+            os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK))
+    for source in sources:
+        if path.exists() and source.exists() and path.samefile(source):
+            raise ConfigError(
+                "--results",
+                value=path,
+                allowed="another file than those it is made from",
+                change="name a new file: results replace what is there",
+            )
 
 
 def write_results(content: dict[str, Any], path: Path) -> None:

@@ -120,6 +120,8 @@ def _tokens(where: str, column: str, row: Row, *, least: int) -> int:
     text = (row[column] or "").strip()
     if not text.isascii() or not text.isdecimal() or not least <= int(text) < 2**31:
         raise TraceError(
-            f"{where}: {column}", value=repr(text), allowed=f"a whole number of {least} or more"
+            f"{where}: {column}",
+            value=repr(text),
+            allowed=f"a whole number of {least} or more, below {2**31}",
         )
     return int(text)
