@@ -35,37 +35,17 @@ def activate() -> None:
     """What SGLang calls in each of its processes."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if os.environ.get("HARNESS_ONE_GPU") == "1":
+    if _wanted("HARNESS_ONE_GPU"):
         os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
-        HookRegistry.register(
-            "sglang.srt.server_args.ServerArgs.check_server_args", _one_gpu, HookType.AROUND
-        )
-    if os.environ.get("HARNESS_ANY_CP_SIZE") == "1":
-        HookRegistry.register(
-            "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments",
-            _any_cp_size,
-            HookType.AROUND,
-        )
-    if os.environ.get("HARNESS_COUNT_SENT") == "1":
-        HookRegistry.register(
-            "sglang.srt.disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache",
-            _count_sent,
-            HookType.AFTER,
-        )
-    if os.environ.get("HARNESS_DENSE_DRAFT") == "1":
-        HookRegistry.register(
-            "sglang.srt.models.deepseek_v2.DeepseekV2DecoderLayer._is_layer_sparse",
-            _dense_draft,
-            HookType.AROUND,
-        )
-    if os.environ.get("HARNESS_LOG_DRAFTS") == "1":
-        HookRegistry.register(
-            "sglang.srt.model_executor.model_runner.ModelRunner.forward",
-            _log_draft,
-            HookType.AFTER,
-        )
-    if os.environ.get("HARNESS_SORTED_TOPK") == "1":
+    for name, target, function, kind in _HOOKS:
+        if _wanted(name):
+            HookRegistry.register(f"sglang.srt.{target}", function, HookType[kind])
+    if _wanted("HARNESS_SORTED_TOPK"):
         _sort_topk()
+
+
+def _wanted(name: str) -> bool:
+    return os.environ.get(name) == "1"
 
 
 def _one_gpu(original, self):
@@ -110,6 +90,31 @@ def _log_draft(result, self, forward_batch, *_args, **_kwargs):
         "draft %s of [%s] total=%s sha=%s",
         *(forward_batch.forward_mode.name, "; ".join(names), totals, digest),
     )
+
+
+_HOOKS = (
+    ("HARNESS_ONE_GPU", "server_args.ServerArgs.check_server_args", _one_gpu, "AROUND"),
+    (
+        "HARNESS_ANY_CP_SIZE",
+        "server_args.ServerArgs._handle_model_specific_adjustments",
+        _any_cp_size,
+        "AROUND",
+    ),
+    (
+        "HARNESS_COUNT_SENT",
+        "disaggregation.mooncake.conn.MooncakeKVManager.send_kvcache",
+        _count_sent,
+        "AFTER",
+    ),
+    (
+        "HARNESS_DENSE_DRAFT",
+        "models.deepseek_v2.DeepseekV2DecoderLayer._is_layer_sparse",
+        _dense_draft,
+        "AROUND",
+    ),
+    ("HARNESS_LOG_DRAFTS", "model_executor.model_runner.ModelRunner.forward", _log_draft, "AFTER"),
+)
+"""By the variable that asks for it: what is wrapped, below sglang.srt, and how."""
 
 
 def _sort_topk() -> None:

@@ -26,9 +26,10 @@ class MappedBuffer:
         process_group: dist.ProcessGroup,
     ) -> None:
         self._own = own
+        self._device = own.tensor.device
         self._peers = peers
         self._process_group = process_group
-        self._token = torch.zeros(1, dtype=torch.int32, device=own.tensor.device)
+        self._token = torch.zeros(1, dtype=torch.int32, device=self._device)
         self.nbytes = own.nbytes
         address = own.tensor.data_ptr()
         self.peer_distances_bytes = tuple(
@@ -85,13 +86,14 @@ class MappedBuffer:
 
     def unmap_peers(self) -> None:
         """Give the peers' memory up, which they may free once every rank has."""
-        torch.cuda.synchronize(self._own.tensor.device)
+        torch.cuda.synchronize(self._device)
         for mapping in self._peers.values():
             mapping.close()
         self._peers.clear()
 
     def close(self) -> None:
-        """Unmap the peers' memory and give this rank's back; no rank may be reading."""
+        """Unmap the peers' memory and give this rank's back; no rank may be reading. Again: no
+        effect."""
         self.unmap_peers()
         self._own.close()
 

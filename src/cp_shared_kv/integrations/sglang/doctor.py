@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cp_shared_kv.errors import ConfigError
-from cp_shared_kv.integrations.sglang import ATTRIBUTE, FLAG, verify, versions
+from cp_shared_kv.integrations.sglang import ATTRIBUTE, FLAG, settings, verify, versions
 from cp_shared_kv.integrations.sglang.settings import ALL_RANKS_SEND
 
 ENTRY_POINT_GROUP = "sglang.srt.plugins"
@@ -60,7 +60,7 @@ def check_command_line(argv: Sequence[str]) -> list[Finding]:
         return [Finding("command line", False, "SGLang's parser refuses it, see above")]
     except (AssertionError, ValueError, RuntimeError) as error:
         return [Finding("command line", False, f"SGLang itself refuses it: {error}")]
-    all_send = os.environ.get(ALL_RANKS_SEND, "").lower() in ("1", "true", "yes")
+    all_send = settings.all_ranks_send()
     if args.disaggregation_mode == "decode":
         told = (
             "set, as prefill servers with the flag need it; behind stock ones requests would wait"

@@ -94,7 +94,7 @@ def apply_settings(args: Any) -> list[str]:
         if not getattr(args, name):
             setattr(args, name, True)
             said.append(f"{name} = True, since reads are planned for each batch")
-    if os.environ.get(ALL_RANKS_SEND, "").lower() not in ("1", "true", "yes"):
+    if not settings.all_ranks_send():
         os.environ[ALL_RANKS_SEND] = "1"
         said.append(
             f"{ALL_RANKS_SEND} = 1, since each rank sends the pages it owns; "

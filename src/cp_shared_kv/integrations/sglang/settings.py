@@ -23,6 +23,11 @@ def run_with_flag() -> bool:
     return os.environ.get(RUN_WITH_FLAG) == "1"
 
 
+def all_ranks_send() -> bool:
+    """Whether SGLang would have all prefill ranks send, or decode wait for all of them."""
+    return os.environ.get(ALL_RANKS_SEND, "").lower() in ("1", "true", "yes")
+
+
 def scratch_tokens(context_tokens: int, chunk_tokens: int) -> int:
     """Tokens of one batch, prefix and chunk together, that scratch is provisioned for.
 
