@@ -24,7 +24,7 @@ test: lint ## everything that needs no GPU
 	@$(MAKE) --no-print-directory -j2 unit beside
 	@$(MAKE) --no-print-directory -j2 rest $(ALSO)
 
-check: lint ## format, lint, types, layers, unit and property tests
+check: lint ## format, lint, types, layers, docs/api, unit and property tests
 	@$(MAKE) --no-print-directory -j2 unit property
 
 # The parts of these two, of their own only so that both cores are used. ALSO names targets that run beside the
@@ -37,6 +37,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports
+	@$(BIN)/python docs/generate_api.py --check
 
 types: $(VENV)/.dev
 	$(BIN)/pyright
@@ -53,9 +54,10 @@ beside: types
 rest: $(VENV)/.dev
 	$(BIN)/python -m pytest $(NO_GPU) $(addprefix --ignore ,tests/unit $(BESIDE)) $(ARGS)
 
-format: $(VENV)/.dev ## rewrite the sources in the project's format
+format: $(VENV)/.dev ## rewrite the sources in the project's format, and docs/api from the docstrings
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+	$(BIN)/python docs/generate_api.py
 
 soak: $(VENV)/.dev ## the long run: N = 8 and longer random schedules
 	$(BIN)/python -m pytest -m soak tests
