@@ -16,6 +16,7 @@ from cp_shared_kv.cli.plan import plan
 from cp_shared_kv.cli.serve import serve
 from cp_shared_kv.cli.simulate import simulate
 from cp_shared_kv.cli.trace import app as trace_app
+from cp_shared_kv.cli.whole_numbers import PARAMETERS
 from cp_shared_kv.errors import ConfigError, CpkvError
 
 EXIT_ERROR = 1
@@ -26,6 +27,7 @@ app = App(
     "capacity, the same answers.",
     version=__version__,
     default_parameter=Parameter(negative=()),
+    group_parameters=PARAMETERS,
     help_formatter=HELP_FORMATTER,
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # run() says it

@@ -1,11 +1,11 @@
-"""Lists of whole numbers on the command line, as 8,16,32."""
+"""Whole numbers on the command line, and lists of them, as 8,16,32."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
-from cyclopts import Parameter, Token
+from cyclopts import ArgumentCollection, CoercionError, Group, Parameter, Token
 
 
 def _parse(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
@@ -18,3 +18,17 @@ def _parse(_type: Any, tokens: Sequence[Token]) -> tuple[int, ...]:
 
 
 WholeNumbers = Annotated[tuple[int, ...], Parameter(converter=_parse, n_tokens=1)]
+
+
+def _refuse_fractions(arguments: ArgumentCollection) -> None:
+    """CoercionError for a fraction where a whole number is wanted: cyclopts would round it."""
+    for argument in arguments:
+        wanted: tuple[Any, ...] = get_args(argument.hint) or (argument.hint,)
+        if int in wanted and float not in wanted:
+            for token in argument.tokens:
+                if "." in token.value:
+                    raise CoercionError(argument=argument, token=token, target_type=int)
+
+
+PARAMETERS = Group("Parameters", validator=_refuse_fractions)
+"""The group of all flags that name none."""
