@@ -16,6 +16,7 @@ from cp_shared_kv.engine.batch import Batch, BatchRequest
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.errors import InvariantError, ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
+from cp_shared_kv.memory.prefix_cache import common_pages, key_rows
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom
 
@@ -136,7 +137,8 @@ class PrefillScheduler:
         """The next forward pass and the requests it admits, or None while there is none to run.
 
         One batch is in flight at a time. Running requests come first, then admissions; nobody is
-        admitted past one that has to wait.
+        admitted past one that has to wait: for pages, or for this batch, which computes most of
+        what it needs itself.
         """
         if self._in_flight is not None:
             return None
@@ -146,7 +148,7 @@ class PrefillScheduler:
         admitted: list[PrefillRequest] = []
         while self._admission_queue and share.takes_all_of(self._prefilling):
             request = self._requests[self._admission_queue[0]]
-            if not self._admit(request):
+            if self._is_mostly_computed_by(share, request) or not self._admit(request):
                 break
             self._admission_queue.pop(0)
             self._prefilling.append(request.room)
@@ -200,10 +202,24 @@ class PrefillScheduler:
 
     # Steps ------------------------------------------------------------------------------------
 
+    def _is_mostly_computed_by(self, share: _BatchShare, request: PrefillRequest) -> bool:
+        """Whether others in a batch compute at least half of what a request lacks: one batch later
+        it finds that in the cache."""
+        if not self.pool.prefix_caching:
+            return False
+        usable = self._usable_keys(request)
+        soon = max(share.pages_in_common(usable, self.pool.page_size), default=0)
+        cached = self.pool.match(usable)
+        lacking = request.prompt_tokens - cached * self.pool.page_size
+        return 2 * (soon - cached) * self.pool.page_size >= lacking
+
+    def _usable_keys(self, request: PrefillRequest) -> npt.NDArray[np.void]:
+        # A full hit still computes the last token: its logits choose the first output token.
+        return request.page_keys[: (request.prompt_tokens - 1) // self.pool.page_size]
+
     def _admit(self, request: PrefillRequest) -> bool:
         page_size = self.pool.page_size
-        # A full hit still computes the last token: its logits choose the first output token.
-        usable = request.page_keys[: (request.prompt_tokens - 1) // page_size]
+        usable = self._usable_keys(request)
         admission = self.pool.admit(request.room, usable, -(-request.prompt_tokens // page_size))
         if admission is None:
             return False
@@ -281,6 +297,13 @@ class _BatchShare:
     def takes_all_of(self, rooms: list[int]) -> bool:
         """Whether nobody had to wait so far and there are tokens for one more."""
         return len(self.chosen) == len(rooms) and self._tokens_left > 0
+
+    def pages_in_common(self, page_keys: npt.NDArray[np.void], page_size: int) -> Iterator[int]:
+        """For each in this batch: the leading pages of a prompt that it has once this is done."""
+        wanted = key_rows(page_keys)
+        for request, take in self.chosen:
+            computed = (request.computed_tokens + take) // page_size
+            yield common_pages(wanted, key_rows(request.page_keys[:computed]))
 
     def offer(self, request: PrefillRequest, prefix_pages: npt.NDArray[np.int64]) -> None:
         """Take as much of a request as fits; nothing if its prefix would overflow scratch."""

@@ -37,6 +37,16 @@ def key_rows(page_keys: npt.NDArray[np.generic]) -> KeyRows:
     return np.ascontiguousarray(keys).view(np.uint8).reshape(len(keys), width)
 
 
+def common_pages(a: KeyRows, b: KeyRows) -> int:
+    """How many leading pages of two key runs are equal."""
+    shorter = min(len(a), len(b))
+    if not shorter:
+        return 0
+    differs = a[:shorter] != b[:shorter]
+    first = int(differs.argmax())
+    return first // a.shape[1] if differs.flat[first] else shorter
+
+
 @dataclass(slots=True, eq=False)
 class RadixNode:
     """A run of cached pages that all requests through it share. Only the tree changes it."""
@@ -207,7 +217,7 @@ class PrefixCache:
             child = node.children.get(keys[done].tobytes())
             if child is None:
                 return
-            common = _common_pages(child.keys, keys[done:])
+            common = common_pages(child.keys, keys[done:])
             yield child, common
             if common < len(child.pages):
                 return
@@ -324,14 +334,6 @@ class PrefixCache:
         _require(locked == self.locked_pages, "locked pages are miscounted")
         held = np.concatenate(pages) if pages else np.empty(0, np.int64)
         _require(len(np.unique(held)) == len(held), "a page is twice in the tree")
-
-
-def _common_pages(a: KeyRows, b: KeyRows) -> int:
-    """How many leading pages of two key runs are equal."""
-    shorter = min(len(a), len(b))
-    differs = a[:shorter] != b[:shorter]
-    first = int(differs.argmax())
-    return first // a.shape[1] if differs.flat[first] else shorter
 
 
 def _parent_of(node: RadixNode) -> RadixNode:
