@@ -117,6 +117,15 @@ def test_requests_at_once_give_the_answers_they_give_alone(
     assert [answer.choices[0].text for answer in together] == alone
 
 
+def test_equal_prompts_at_once_are_computed_once(client: openai.OpenAI, served: Running) -> None:
+    text = prompt(500, "equal ")
+    with ThreadPoolExecutor(4) as pool:
+        answers = list(pool.map(lambda _: complete(client, text, 4), range(4)))
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
+    assert sorted(cached) == [0, *[499 // 64 * 64] * 3]
+    assert len({answer.choices[0].text for answer in answers}) == 1
+
+
 def test_more_prompts_than_fit_at_once_are_all_answered(
     client: openai.OpenAI, served: Running
 ) -> None:
