@@ -22,11 +22,16 @@ VOCABULARY: dict[str, int] = {
 }
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Token b is byte b, token 256 is `<|end|>`; nothing is added before or after a text."""
+def byte_tokenizer(*special_tokens: str) -> Tokenizer:
+    """Token b is byte b, tokens from 256 on are the special ones, `<|end|>` where none is named.
+
+    Nothing is added before or after a text.
+    """
     bytes_only = {token: index for token, index in VOCABULARY.items() if token != END_TOKEN}
     tokenizer = Tokenizer(models.BPE(vocab=bytes_only, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(END_TOKEN, special=True, normalized=False)])
+    named = special_tokens or (END_TOKEN,)
+    specials = [AddedToken(token, special=True, normalized=False) for token in named]
+    tokenizer.add_special_tokens(specials)
     return tokenizer

@@ -1,122 +1,22 @@
-"""A fake engine, a byte-level tokenizer, and a real server over them on a loopback port."""
+"""A real server over a fake engine and a byte-level tokenizer, and clients of it."""
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import AsyncGenerator, Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
 import openai
 import pytest
-import tokenizers
-from tokenizers import decoders, models, pre_tokenizers
 
-from cp_shared_kv.engine.api import (
-    DecodeWorkerStats,
-    EngineDescription,
-    EngineRefusal,
-    EngineStats,
-    GenerateRequest,
-    PoolPages,
-    PrefillGroupStats,
-    TokenChunk,
-    TokenLogprobs,
-    UnitState,
-)
-from cp_shared_kv.server.app import create_app
+from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.server.chat_template import ChatTemplate
-from cp_shared_kv.server.drain import Gate
-from cp_shared_kv.server.serve import open_listener, serve
 from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
-
-BOS, EOS = 256, 257
-VOCAB_SIZE = 260
-
-DESCRIPTION = EngineDescription(
-    model_name="fake-model",
-    version="0.0.test",
-    context_length=1024,
-    vocab_size=VOCAB_SIZE,
-    eos_token_ids=(EOS,),
-    page_size=64,
-    cp_size=4,
-    shard_policy="page_interleaved",
-    kv_read="pull",
-    physical_tokens_per_rank=128,
-    logical_tokens=512,
-    decode_tokens=768,
-    pool_bytes_per_rank=3 * 2**20,
-    scratch_limit_bytes=65536,
-    config={"model_path": "/models/fake", "port": 30000},
-)
-
-STATS = EngineStats(
-    prefill=[
-        PrefillGroupStats(
-            index=0,
-            available_tokens=192,
-            cached_tokens=128,
-            locked_tokens=192,
-            free_pages_per_owner=(1, 1, 1, 0),
-            queued_requests=3,
-            running_requests=2,
-            prompt_tokens_total=1000,
-            cached_tokens_total=250,
-            evicted_tokens_total=64,
-            sent_pages_total=(4, 3, 3, 2),
-            sent_descriptors_total=(8, 6, 6, 4),
-            sent_bytes_total=(4000, 3000, 3000, 2000),
-            read_bytes_total=(100, 200, 300, 400),
-            scratch_bytes=(10, 20, 30, 40),
-        )
-    ],
-    decode=[
-        DecodeWorkerStats(
-            index=0,
-            used_tokens=320,
-            queued_requests=1,
-            running_requests=5,
-            generated_tokens_total=77,
-            failed_transfers_total=1,
-        )
-    ],
-    requests_total={"finished": 9, "aborted": 2, "failed": 1, "refused": 4},
-    restarts_total={"decode-0": 1},
-)
-
-
-POOLS = [
-    PoolPages(
-        unit="prefill-0",
-        role="prefill",
-        index=0,
-        epoch=2**60 + 1,
-        physical_pages=2,
-        pages_per_bin=1,
-        free=[[1, 0], [0, 1], [0, 1], [0, 0]],
-        cached=[[0, 1], [0, 0], [0, 0], [1, 0]],
-        locked=[[0, 0], [1, 0], [1, 0], [0, 1]],
-    ),
-    PoolPages(
-        unit="decode-0",
-        role="decode",
-        index=0,
-        epoch=2**60 + 2,
-        physical_pages=12,
-        pages_per_bin=6,
-        free=[[1, 6]],
-        cached=[[0, 0]],
-        locked=[[5, 0]],
-    ),
-]
-UNITS = [
-    UnitState(unit="prefill-0", life=1, up=True, silent_seconds=0.5, problems=[]),
-    UnitState(unit="decode-0", life=2, up=False, silent_seconds=None, problems=["it was killed"]),
-]
+from cp_shared_kv.testing.byte_tokenizer import byte_tokenizer
+from cp_shared_kv.testing.fake_engine import DESCRIPTION, FakeEngine
+from cp_shared_kv.testing.live_server import LiveServer, start_server
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<s>{{ m.role }}:{{ m.content }}\n{% endfor %}"
@@ -124,209 +24,11 @@ CHAT_TEMPLATE = (
 )
 
 
-class FakeEngine:
-    """Gives `output` token by token, or `outputs` to one request after the other. What a test
-    changes on it is reset before the next.
-
-    The log-probability of token t is -t / 100; its alternatives are t, t + 1, ...
-    """
-
-    def __init__(self) -> None:
-        self.reset()
-
-    def reset(self) -> None:
-        self.output = list(b"the answer")
-        self.outputs: list[list[int]] = []
-        self.tokens_per_chunk = 1
-        self.eos_token_id = EOS
-        self.cached_tokens = 0
-        self.refusal: EngineRefusal | None = None
-        self.refuse_after_tokens = 0
-        self.stall_after_tokens: int | None = None
-        self.end_without_reason = False
-        self.abort_after_tokens: int | None = None
-        self.crash: Exception | None = None
-        self.health = (True, "ok")
-        self.problems: dict[str, list[str]] = {"prefill-0": [], "decode-0": []}
-        self.current_stats: EngineStats | None = STATS
-        self.pools = POOLS
-        self.most_bins = 0
-        self.requests: list[GenerateRequest] = []
-        self.started = threading.Event()
-        self.stalled = threading.Event()
-        self.aborted: list[str] = []
-        self.aborted_finished: bool | None = None
-        self.abort_called = threading.Event()
-
-    async def describe(self) -> EngineDescription:
-        return DESCRIPTION
-
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[TokenChunk]:
-        self.requests.append(request)
-        self.started.set()
-        if self.crash is not None:
-            raise self.crash
-        sent = 0
-        for token_ids, reason in self._script(request):
-            if self.stall_after_tokens is not None and sent >= self.stall_after_tokens:
-                await self._stall()
-            if self.refusal is not None and sent >= self.refuse_after_tokens:
-                raise self.refusal
-            if self.abort_after_tokens is not None and sent >= self.abort_after_tokens:
-                yield TokenChunk([], "abort", self.cached_tokens)
-                return
-            if reason is not None and self.end_without_reason:
-                return
-            yield TokenChunk(token_ids, reason, self.cached_tokens, _logprobs(request, token_ids))
-            sent += len(token_ids)
-            await asyncio.sleep(0)
-
-    def _script(self, request: GenerateRequest):
-        output = self.outputs.pop(0) if self.outputs else self.output
-        output = output[: request.max_tokens]
-        ending = set(request.sampling.stop_token_ids)
-        ending |= set() if request.sampling.ignore_eos else {self.eos_token_id}
-        stops = [at for at, token_id in enumerate(output) if token_id in ending]
-        stopped = bool(stops)
-        if stopped:
-            output = output[: stops[0] + 1]
-        size = self.tokens_per_chunk
-        pieces = [output[i : i + size] for i in range(0, len(output), size)]
-        for piece in pieces[:-1]:
-            yield piece, None
-        yield pieces[-1], "stop" if stopped else "length"
-
-    async def _stall(self) -> None:
-        self.stalled.set()
-        while self.stall_after_tokens is not None:
-            await asyncio.sleep(0.01)
-
-    def release(self) -> None:
-        """Let what is stalled go on."""
-        self.stall_after_tokens = None
-
-    async def abort(self, request_id: str, *, finished: bool = False) -> None:
-        self.aborted.append(request_id)
-        self.aborted_finished = finished
-        self.abort_called.set()
-
-    async def flush_cache(self) -> int:
-        if self.refusal is not None:
-            raise self.refusal
-        return 2
-
-    async def check_invariants(self) -> dict[str, list[str]]:
-        if self.refusal is not None:
-            raise self.refusal
-        return self.problems
-
-    async def stats(self) -> EngineStats:
-        if self.current_stats is None:
-            raise EngineRefusal("the engine does not answer", kind="unavailable")
-        return self.current_stats
-
-    async def page_maps(self, most_bins: int) -> list[PoolPages]:
-        if self.current_stats is None:
-            raise EngineRefusal("the engine does not answer", kind="unavailable")
-        self.most_bins = most_bins
-        return self.pools
-
-    def units(self) -> list[UnitState]:
-        return UNITS
-
-    def healthy(self) -> tuple[bool, str]:
-        return self.health
-
-
-def _logprobs(request: GenerateRequest, token_ids: list[int]) -> list[TokenLogprobs] | None:
-    count = request.sampling.logprobs
-    if count is None:
-        return None
-    return [
-        TokenLogprobs(t, -t / 100, [(t + i, -(t + i) / 100) for i in range(count)])
-        for t in token_ids
-    ]
-
-
-@dataclass
-class LiveServer:
-    """A server in a thread of its own. `stop` returns once it is down."""
-
-    url: str
-    port: int
-    stop: Callable[[], None]
-
-
-def start_server(
-    engine: FakeEngine,
-    tokenizer: Tokenizer,
-    description: EngineDescription = DESCRIPTION,
-    drain_seconds: int = 5,
-    gate: Gate | None = None,
-    **app_options: object,
-) -> LiveServer:
-    gate = gate or Gate()
-    listener = open_listener("127.0.0.1", 0)
-    port = listener.getsockname()[1]
-    ready = threading.Event()
-    stops: list[Callable[[], None]] = []
-
-    async def main() -> None:
-        stop, loop = asyncio.Event(), asyncio.get_running_loop()
-        stops.append(lambda: loop.call_soon_threadsafe(stop.set))
-        app = create_app(engine, tokenizer, description, gate=gate, **app_options)
-        await serve(
-            app,
-            listener,
-            lambda _url: ready.set(),
-            stop=stop,
-            gate=gate,
-            drain_seconds=drain_seconds,
-        )
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
-    thread.start()
-    assert ready.wait(10)
-
-    def stop() -> None:
-        if thread.is_alive():
-            stops[0]()
-            thread.join(20)
-        assert not thread.is_alive()
-
-    return LiveServer(f"http://127.0.0.1:{port}", port, stop)
-
-
-def byte_level_tokenizer() -> tokenizers.Tokenizer:
-    """Token i is byte i; then <s>, </s>."""
-    shown = {byte: char for char, byte in _bytes_by_character().items()}
-    backend = tokenizers.Tokenizer(
-        models.BPE(vocab={shown[byte]: byte for byte in range(256)}, merges=[])
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens(["<s>", "</s>"])
-    return backend
-
-
-def _bytes_by_character() -> dict[str, int]:
-    """The byte that each character of the byte-level alphabet stands for, found by asking."""
-    backend = tokenizers.Tokenizer(models.WordLevel(vocab={"?": 0}, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    known: dict[str, int] = {}
-    for code in range(0x250):
-        utf8 = chr(code).encode()
-        ((shown, _),) = backend.pre_tokenizer.pre_tokenize_str(chr(code))
-        known |= dict(zip(shown, utf8, strict=True))
-    # Bytes that UTF-8 never uses stand for themselves, as printable Latin-1 characters do.
-    return known | {chr(byte): byte for byte in range(256) if byte not in known.values()}
-
-
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with tokenizer.json, as a checkpoint has it."""
     directory = tmp_path_factory.mktemp("model")
-    byte_level_tokenizer().save(str(directory / "tokenizer.json"))
+    byte_tokenizer("<s>", "</s>").save(str(directory / "tokenizer.json"))
     return directory
 
 
@@ -346,6 +48,7 @@ def shared_server(tokenizer: Tokenizer) -> Iterator[tuple[LiveServer, FakeEngine
     server = start_server(
         engine,
         tokenizer,
+        DESCRIPTION,
         chat_template=ChatTemplate(CHAT_TEMPLATE),
         settings=ServerSettings(enable_metrics=True),
     )
