@@ -2,8 +2,8 @@
 everywhere, and the request behind it is answered as if it were alone.
 
 Deadlines at these stages: test_overload.py. Between the last chunk and the first output token, and
-aborts from prefill's or decode's side: tests/unit/test_engine_decode.py, test_engine_prefill.py,
-and every order of events in tests/property/test_decode_machine.py.
+aborts from prefill's or decode's side: tests/unit/test_engine_decode_failures.py,
+test_engine_prefill_aborts.py, and every order of events in tests/property/test_decode_machine.py.
 """
 
 from __future__ import annotations

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import numpy as np
 
-from cp_shared_kv.engine.config import EngineConfig
-from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.messages import Submit
-from cp_shared_kv.engine.run_spec import PageLayout, RunSpec
+from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.testing.bare_run_spec import bare_run_spec
 from cp_shared_kv.testing.hostile_rank import CP_SIZE, PAGE_SIZE, POOL, VOCAB_SIZE
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.sampling_params import SamplingParams
@@ -19,43 +17,19 @@ from cp_shared_kv.transfer.sampling_params import SamplingParams
 def hostile_run_spec(
     physical_pages: int, decode_pages: int, chunk_tokens: int, *, eos: int, verify: bool
 ) -> RunSpec:
-    """One group of CP_SIZE ranks and one decode worker, of a model that nobody runs."""
-    config = EngineConfig(
-        model_path=Path("/models/tiny"),
+    """One group of CP_SIZE ranks and one decode worker."""
+    return bare_run_spec(
         page_size=PAGE_SIZE,
-        chunked_prefill_size=chunk_tokens,
-        attention_context_parallel_size=CP_SIZE,
-        enable_nsa_prefill_context_parallel=True,
-        enable_nsa_prefill_cp_shared_kv=True,
-        verify_kv_transfer=verify,
-    )
-    return RunSpec(
-        run_id="hostile",
-        run_dir="/nowhere",
-        supervisor_pid=1,
-        config=config.as_plain(),
-        limits=EngineLimits(
-            page_size=PAGE_SIZE,
-            cp_size=CP_SIZE,
-            shared=True,
-            physical_tokens_per_rank=physical_pages * PAGE_SIZE,
-            decode_tokens=decode_pages * PAGE_SIZE,
-            context_length=1000,
-            scratch_limit_bytes=0,
-            max_prefix_pages=3,
-            pool_bytes_per_rank=0,
-            decode_pool_bytes=0,
-        ),
-        page_layout=PageLayout(
-            latent_format="l",
-            index_format="i",
-            num_layers=1,
-            index_layers=(),
-            bytes_per_page=POOL.bytes_per_page,
-        ),
-        model_fingerprint="m",
+        cp_size=CP_SIZE,
+        chunk_tokens=chunk_tokens,
+        physical_pages=physical_pages,
+        decode_tokens=decode_pages * PAGE_SIZE,
+        context_length=1000,
+        max_prefix_pages=3,
         vocab_size=VOCAB_SIZE,
-        eos_token_ids=(eos,),
+        eos_token_id=eos,
+        bytes_per_page=POOL.bytes_per_page,
+        verify_kv_transfer=verify,
     )
 
 
