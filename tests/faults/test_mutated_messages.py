@@ -23,7 +23,7 @@ import zmq.asyncio
 
 from cp_shared_kv._version import __version__
 from cp_shared_kv.engine import codecs
-from cp_shared_kv.engine.api import EngineDescription, EngineRefusal, GenerateRequest, Sampling
+from cp_shared_kv.engine.api import EngineRefusal, GenerateRequest, Sampling
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.codecs import FROM_SERVER, encode
 from cp_shared_kv.engine.control_keys import ControlKeys
@@ -55,6 +55,7 @@ from cp_shared_kv.engine.satellite_messages import (
     Terms,
 )
 from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.testing.engine_sockets import DECODE, DESCRIPTION, GROUP
 from cp_shared_kv.testing.example_messages import ENGINE_MESSAGES, TRANSFER_MESSAGES
 from cp_shared_kv.testing.hostile_group import (
     FROM_RANKS,
@@ -279,25 +280,6 @@ def test_mutants_from_a_satellite_to_the_supervisor() -> None:
 
 
 # The server's client ------------------------------------------------------------------------------
-
-GROUP, DECODE = Life("prefill", 0, 1), Life("decode", 0, 1)
-DESCRIPTION = EngineDescription(
-    model_name="tiny",
-    version="0",
-    context_length=100,
-    vocab_size=50,
-    eos_token_ids=(0,),
-    page_size=4,
-    cp_size=2,
-    shard_policy="page_interleaved",
-    kv_read="pull",
-    physical_tokens_per_rank=40,
-    logical_tokens=80,
-    decode_tokens=80,
-    pool_bytes_per_rank=1,
-    scratch_limit_bytes=1,
-    config={},
-)
 
 
 class HostileEngine:

@@ -98,6 +98,34 @@ TRANSFER_MESSAGES: list[Message] = [
 
 _LOGPROBS = SampledLogprobs(logprob=-0.5, top=((3, -0.25),))
 _SAMPLING = SamplingParams(temperature=0.5, stop_token_ids=(3,), logit_bias=((4, 1.5),), seed=9)
+PREFILL_STATS = engine.PrefillStats(
+    ticket=1,
+    available_tokens=40,
+    cached_tokens=24,
+    locked_tokens=16,
+    free_pages_per_owner=[5, 5],
+    queued=1,
+    running=2,
+    prompt_tokens_total=30,
+    cached_tokens_total=8,
+    evicted_pages_total=3,
+    sent_pages_total=[4, 5],
+    sent_descriptors_total=[1, 2],
+    sent_bytes_total=[10, 20],
+    read_bytes_total=[30, 40],
+    scratch_bytes=[7, 7],
+    failed_rooms_total=0,
+)
+DECODE_STATS = engine.DecodeStats(
+    ticket=1,
+    available_tokens=60,
+    used_tokens=20,
+    waiting=3,
+    running=4,
+    generated_tokens_total=50,
+    finished_total=6,
+    failed_rooms_total=7,
+)
 ENGINE_MESSAGES: list[msgspec.Struct] = [
     engine.Submit(
         room=7, decode="decode-0.1", token_ids=ints(1, 2), max_tokens=4, sampling=_SAMPLING
@@ -112,34 +140,8 @@ ENGINE_MESSAGES: list[msgspec.Struct] = [
     engine.Tokens(room=7, token_ids=[3], finish_reason="length", logprobs=[_LOGPROBS]),
     engine.Admitted(room=7, cached_tokens=64),
     engine.RoomRefused(room=7, kind="failed", reason="lost"),
-    engine.PrefillStats(
-        ticket=1,
-        available_tokens=40,
-        cached_tokens=24,
-        locked_tokens=16,
-        free_pages_per_owner=[5, 5],
-        queued=1,
-        running=2,
-        prompt_tokens_total=10,
-        cached_tokens_total=4,
-        evicted_pages_total=1,
-        sent_pages_total=[3, 2],
-        sent_descriptors_total=[6, 4],
-        sent_bytes_total=[600, 400],
-        read_bytes_total=[300, 200],
-        scratch_bytes=[7, 8],
-        failed_rooms_total=1,
-    ),
-    engine.DecodeStats(
-        ticket=1,
-        available_tokens=40,
-        used_tokens=24,
-        waiting=1,
-        running=2,
-        generated_tokens_total=9,
-        finished_total=3,
-        failed_rooms_total=1,
-    ),
+    PREFILL_STATS,
+    DECODE_STATS,
     engine.ToldPageMap(
         ticket=4,
         epoch=11,
