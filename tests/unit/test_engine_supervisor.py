@@ -17,8 +17,9 @@ from cp_shared_kv.engine import supervisor as module
 from cp_shared_kv.engine.child import ChildReport
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.spawning import Process, Spawner, Unit
+from cp_shared_kv.engine.spawning import Spawner
 from cp_shared_kv.engine.supervisor import Supervisor
+from cp_shared_kv.engine.unit import Process, Unit
 
 START_SECONDS = 2.0
 WATCHDOG_SECONDS = 3.0

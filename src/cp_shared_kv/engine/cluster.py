@@ -21,7 +21,7 @@ from cp_shared_kv.engine.gpus import check_gpus, look_at_gpus
 from cp_shared_kv.engine.guest_door import GuestDoor
 from cp_shared_kv.engine.guests import Guests
 from cp_shared_kv.engine.limits import EngineLimits
-from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.lives import Life, first_lives
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model
 from cp_shared_kv.engine.recording import check_recording_place
 from cp_shared_kv.engine.run_dir import RunDir
@@ -32,7 +32,7 @@ from cp_shared_kv.engine.sizing import (
     resolve_limits,
 )
 from cp_shared_kv.engine.spawning import STOP_SECONDS, Spawner
-from cp_shared_kv.engine.supervisor import Supervisor, first_lives
+from cp_shared_kv.engine.supervisor import Supervisor
 from cp_shared_kv.engine.terms import terms_of
 from cp_shared_kv.errors import ConfigError, InvariantError, StartStoppedError, StartupError
 from cp_shared_kv.memory.buffers import remove_stale_segments

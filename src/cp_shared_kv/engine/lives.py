@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from cp_shared_kv.errors import ProtocolError
+from cp_shared_kv.errors import InvariantError, ProtocolError
 
 Role = Literal["prefill", "decode", "server"]
 PATTERN = r"(prefill|decode|server)-(0|[1-9][0-9]{0,3})\.([1-9][0-9]{0,8})"
@@ -55,3 +55,12 @@ class Life:
             raise ProtocolError("name of a process's life", value=repr(plain[:40]))
         role, index, number = match.groups()
         return cls(role, int(index), int(number))  # type: ignore[arg-type]  (the pattern has them)
+
+
+def first_lives(prefill_groups: int, decode_workers: int, *, server: bool) -> list[Life]:
+    """The units of a run, in the order in which they are started."""
+    groups = [Life("prefill", index, 1) for index in range(prefill_groups)]
+    workers = [Life("decode", index, 1) for index in range(decode_workers)]
+    if not groups or not workers:
+        raise InvariantError("a run without prefill group or decode worker")
+    return [*groups, *workers, *([Life("server", 0, 1)] if server else [])]

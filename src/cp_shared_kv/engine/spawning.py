@@ -10,66 +10,18 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from cp_shared_kv.engine.config import API_KEY_VARIABLE
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
+from cp_shared_kv.engine.unit import Process, Unit
 from cp_shared_kv.memory.segment_names import SHARED_MEMORY_DIRECTORY
 
 SERVER_MODULE = "cp_shared_kv.server.process"
 CHILD_MODULE = "cp_shared_kv.engine.child_main"
 STOP_SECONDS = 5.0
 """How long children may take to leave after SIGTERM before they are killed."""
-
-Process = subprocess.Popen[bytes]
-
-
-@dataclass
-class Unit:
-    """The processes of one life, and what they have told the supervisor."""
-
-    life: Life
-    processes: dict[bytes, Process]
-    """By their identity on the supervisor's link."""
-    born_seconds: float
-    listens: bool = False
-    """Its main process takes news."""
-    reachable: bool = False
-    address: str = ""
-    """Where its main process is reached from other hosts; empty if it is not."""
-    over: str | None = None
-    """Why it is over: its processes are reaped, and what it left is being removed."""
-    condemned: str | None = None
-    """Why it is to be replaced, although it lives."""
-    ready: set[bytes] = field(default_factory=set[bytes])
-    failed: dict[bytes, str] = field(default_factory=dict[bytes, str])
-    heard_seconds: float = 0.0
-    """When its main process was last heard of."""
-
-    @property
-    def is_ready(self) -> bool:
-        """Whether every process has said that its work can begin."""
-        return self.processes.keys() <= self.ready
-
-    @property
-    def watched(self) -> bool:
-        """Whether its main process is to say again and again that it lives."""
-        return self.life.identity in self.ready & self.processes.keys()
-
-    def ended(self) -> bytes | None:
-        """A process that is no longer running: one that said why, if any did."""
-        gone = [name for name, process in self.processes.items() if process.poll() is not None]
-        return min(gone, key=lambda name: name not in self.failed, default=None)
-
-    def how_it_ended(self, identity: bytes) -> str:
-        """What became of an ended process, for people."""
-        name = process_name(identity)
-        if identity in self.failed:
-            what = "go on" if identity in self.ready else "start"
-            return f"{name} could not {what}: {self.failed[identity]}"
-        return f"{name} {how_it_ended(self.processes[identity].returncode)}"
 
 
 class Spawner:
@@ -169,12 +121,6 @@ class Spawner:
                 log.close()
 
 
-def process_name(identity: bytes) -> str:
-    """A process's name without the number of its life: `prefill-0/rank-1`."""
-    life, slash, rank = identity.decode().partition("/")
-    return Life.parse(life).unit + slash + rank
-
-
 def stop_processes(processes: Iterable[Process]) -> None:
     """SIGTERM to all, SIGKILL to those that take too long; returns when all are reaped."""
     chosen = list(processes)
@@ -197,13 +143,3 @@ def kill_processes(processes: Iterable[Process]) -> None:
         process.kill()
     for process in chosen:
         process.wait()
-
-
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
-    if code < 0:
-        try:
-            return f"was killed by {signal.Signals(-code).name}"
-        except ValueError:  # most real-time signals have no name
-            return f"was killed by signal {-code}"
-    return f"ended with exit code {code}"

@@ -9,31 +9,20 @@ Processes of other hosts come and go by the word of their own supervisor (abroad
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
-from contextlib import suppress
-
-import msgspec
-import zmq
 
 from cp_shared_kv.engine.abroad import Abroad
 from cp_shared_kv.engine.child import ChildReport
-from cp_shared_kv.engine.codecs import encode
+from cp_shared_kv.engine.child_links import ChildLinks
 from cp_shared_kv.engine.endpoints import Endpoints
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import ProcessDown, ProcessUp
-from cp_shared_kv.engine.run_spec import PRIVATE_MODE
+from cp_shared_kv.engine.restarts import MAX_FAILED_STARTS, Restarts
 from cp_shared_kv.engine.satellite_messages import Condemned
-from cp_shared_kv.engine.spawning import (
-    Spawner,
-    Unit,
-    kill_processes,
-    process_name,
-    stop_processes,
-)
+from cp_shared_kv.engine.spawning import Spawner, kill_processes, stop_processes
+from cp_shared_kv.engine.unit import Unit, process_name
 from cp_shared_kv.engine.waking_time import WakingTime
-from cp_shared_kv.errors import InvariantError, ProtocolError
 from cp_shared_kv.transfer.messages import as_reason
 
 POLL_SECONDS = 0.1
@@ -41,13 +30,6 @@ LONGEST_STEP_SECONDS = 0.5
 """What a pause of the supervisor itself counts as, while it judges others."""
 LAST_WORDS_SECONDS = 0.2
 """How long the report of a child that has just ended may still be on its way."""
-MAX_FAILED_STARTS = 3
-"""A unit that died so often in a row before it was ready is not started again."""
-LONGEST_PAUSE_SECONDS = 30.0
-TRY_AGAIN_SECONDS = 1.0
-"""Pause before what the system refused (files, processes, memory) is tried again."""
-STEADY_SECONDS = 60.0
-"""A unit that lived so long is started again without a pause."""
 
 logger = logging.getLogger("cp_shared_kv")
 
@@ -81,11 +63,7 @@ class Supervisor:
         self._caller_serves = caller_serves
         self._lock = threading.RLock()
         self._units: dict[str, Unit] = {}
-        self._due: dict[str, tuple[float, Life]] = {}
-        """Units to start again: when, and as which life."""
-        self._refused: dict[str, float] = {}
-        """Units of which the system refused something: when to try again."""
-        self._failed_starts: dict[str, int] = {}
+        self._restarts = Restarts()
         self._retired: set[str] = set()
         self._leaving: set[str] = set()
         """Retired units whose end is awaited."""
@@ -95,11 +73,7 @@ class Supervisor:
         self._waking = WakingTime(LONGEST_STEP_SECONDS)
         self._now_seconds = 0.0
         """Waking time at which the present turn began; all times that are kept are such."""
-        self._socket = zmq.Context.instance().socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(endpoints.supervisor)
-        os.chmod(endpoints.supervisor.removeprefix("ipc://"), PRIVATE_MODE)
+        self._links = ChildLinks(endpoints.supervisor)
         self._thread = threading.Thread(target=self._run, name="supervisor", daemon=True)
 
     # For other threads ------------------------------------------------------------------------
@@ -158,7 +132,7 @@ class Supervisor:
         started again."""
         with self._lock:
             self._retired.add(unit)
-            self._due.pop(unit, None)
+            self._restarts.cancel(unit)
             running = self._units[unit]
             stop_processes([running.processes.pop(running.life.identity)])
 
@@ -166,7 +140,7 @@ class Supervisor:
         """SIGTERM to a unit's main process; it may take its time. False if there is none."""
         with self._lock:
             self._leaving.add(unit)
-            self._due.pop(unit, None)
+            self._restarts.cancel(unit)
             running = self._units.get(unit)
             if running is None:
                 return False
@@ -178,9 +152,8 @@ class Supervisor:
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()
-        elif not self._socket.closed:
-            self._socket.close()
-            self._close_abroad()
+        else:
+            self._close_links()
 
     # The thread -------------------------------------------------------------------------------
 
@@ -193,7 +166,7 @@ class Supervisor:
                     self._units[life.unit] = self._spawner.spawn(life, self._now_seconds)
             while not self._stopping.is_set():
                 self._now_seconds = self._waking.at(time.monotonic())
-                self._take_reports(POLL_SECONDS)
+                self._links.receive(POLL_SECONDS, self._take_report)
                 with self._lock:
                     self._hear_abroad()
                     for unit in list(self._units.values()):
@@ -208,21 +181,11 @@ class Supervisor:
                     [p for unit in self._units.values() for p in unit.processes.values()]
                 )
                 self._units.clear()
-            self._socket.close()
-            self._close_abroad()
+            self._close_links()
 
-    def _take_reports(self, seconds: float) -> None:
-        wait_ms = int(seconds * 1000)
-        while self._socket.poll(wait_ms):
-            frames = self._socket.recv_multipart()  # a stranger may send any number of them
-            identity, data = frames[0], frames[-1]
-            wait_ms = 0
-            try:
-                report = msgspec.msgpack.decode(data, type=ChildReport)
-                with self._lock:
-                    self._take(identity, report)
-            except (msgspec.MsgspecError, ProtocolError):
-                logger.error("report refused from %r", identity[:40])
+    def _take_report(self, identity: bytes, report: ChildReport) -> None:
+        with self._lock:
+            self._take(identity, report)
 
     def _take(self, identity: bytes, report: ChildReport) -> None:
         unit = next((u for u in self._units.values() if identity in u.processes), None)
@@ -235,7 +198,7 @@ class Supervisor:
             case "started" if is_main:
                 unit.listens = True
                 for news in self._reachable():
-                    self._send(unit, news)
+                    self._links.send(unit.life, news)
             case "reachable" if is_main:
                 unit.reachable, unit.address = True, report.address
                 self._tell(self._up(unit.life))
@@ -246,7 +209,7 @@ class Supervisor:
             case "ready":
                 unit.ready.add(identity)
                 if unit.is_ready:
-                    self._failed_starts.pop(unit.life.unit, None)
+                    self._restarts.ready(unit.life.unit)
                     if unit.life.number > 1:
                         logger.warning("%s is back", unit.life.unit)
             case "failed":
@@ -258,7 +221,7 @@ class Supervisor:
         if unit.over is None:
             unit.over = self._why_over(unit)
         name = unit.life.unit
-        if unit.over is None or not self._may_try(name):
+        if unit.over is None or not self._restarts.may_try(name, self._now_seconds):
             return
         kill_processes(unit.processes.values())
         try:
@@ -266,30 +229,22 @@ class Supervisor:
         except OSError as error:
             self._try_again(name, f"the end of {unit.life}", error)
             return
-        self._refused.pop(name, None)
+        self._restarts.accepted(name)
         del self._units[name]
         self._lost(unit, unit.over)
 
     def _why_over(self, unit: Unit) -> str | None:
         ended = unit.ended()
         if ended is not None and ended not in unit.failed:
-            self._take_reports(LAST_WORDS_SECONDS)
+            self._links.receive(LAST_WORDS_SECONDS, self._take_report)
             ended = unit.ended()
-        silence = self._now_seconds - unit.heard_seconds
         if ended is not None:
             return unit.how_it_ended(ended)
-        if unit.watched and silence > self._watchdog_seconds:
-            return f"{unit.life.unit} gave no sign of life for {silence:.0f} s (--watchdog-timeout)"
-        if unit.condemned is not None:
-            return f"{unit.life.unit} was given up: {unit.condemned}"
-        if not unit.is_ready and self._now_seconds - unit.born_seconds > self._start_seconds:
-            waiting = ", ".join(
-                sorted(process_name(one) for one in unit.processes.keys() - unit.ready)
-            )
-            return (
-                f"{waiting} did not become ready in {self._start_seconds:.0f} s (--start-timeout)"
-            )
-        return None
+        return unit.overdue(
+            self._now_seconds,
+            start_seconds=self._start_seconds,
+            watchdog_seconds=self._watchdog_seconds,
+        )
 
     def _lost(self, unit: Unit, reason: str) -> None:
         name = unit.life.unit
@@ -303,37 +258,34 @@ class Supervisor:
         self._tell(down)
         if self._abroad is not None:
             self._abroad.tell(down)
-        steady = self._now_seconds - unit.born_seconds > STEADY_SECONDS
-        served = unit.is_ready and (unit.condemned is None or steady)
-        failed = 0 if served else self._failed_starts.get(name, 0) + 1
-        self._failed_starts[name] = failed
-        if failed >= MAX_FAILED_STARTS:
-            self._fatal = self._fatal or f"{reason}; {name} failed to start {failed} times in a row"
+        pause = self._restarts.over(
+            unit.life,
+            self._now_seconds,
+            born_seconds=unit.born_seconds,
+            ready=unit.is_ready,
+            condemned=unit.condemned is not None,
+        )
+        if pause is None:
+            self._fatal = (
+                self._fatal
+                or f"{reason}; {name} failed to start {MAX_FAILED_STARTS} times in a row"
+            )
             return
-        pause = 0.0 if steady or not failed else min(LONGEST_PAUSE_SECONDS, 2.0**failed)
         logger.error("%s; %s starts again%s", reason, name, f" in {pause:.0f} s" if pause else "")
-        self._due[name] = (self._now_seconds + pause, unit.life.next())
 
     def _start_due(self) -> None:
-        for name, (when, life) in list(self._due.items()):
-            if self._now_seconds < when or not self._may_try(name):
-                continue
+        for life in self._restarts.due(self._now_seconds):
             try:
-                self._units[name] = self._spawner.spawn(life, self._now_seconds)
+                self._units[life.unit] = self._spawner.spawn(life, self._now_seconds)
             except OSError as error:
-                self._try_again(name, f"the start of {life}", error)
+                self._try_again(life.unit, f"the start of {life}", error)
                 continue
-            del self._due[name]
-            self._refused.pop(name, None)
-
-    def _may_try(self, name: str) -> bool:
-        return self._now_seconds >= self._refused.get(name, 0.0)
+            self._restarts.started(life.unit)
 
     def _try_again(self, name: str, what: str, error: OSError) -> None:
         # Not the end of the run: somebody else may have taken what there is, for a while.
-        if name not in self._refused:
+        if self._restarts.refused(name, self._now_seconds):
             logger.error("the system refuses %s, which is tried again: %s", what, error)
-        self._refused[name] = self._now_seconds + TRY_AGAIN_SECONDS
 
     # News -------------------------------------------------------------------------------------
 
@@ -350,7 +302,7 @@ class Supervisor:
     def _tell(self, news: ProcessUp | ProcessDown) -> None:
         for unit in self._units.values():
             if unit.listens:
-                self._send(unit, news)
+                self._links.send(unit.life, news)
 
     def _hear_abroad(self) -> None:
         if self._abroad is None:
@@ -363,19 +315,7 @@ class Supervisor:
                 if str(unit.life) == news.life:
                     unit.condemned = news.reason
 
-    def _close_abroad(self) -> None:
+    def _close_links(self) -> None:
+        self._links.close()
         if self._abroad is not None:
             self._abroad.close(self._fatal or "it was stopped")
-
-    def _send(self, unit: Unit, news: ProcessUp | ProcessDown) -> None:
-        with suppress(zmq.ZMQError):  # it has just ended: the next look will find it
-            self._socket.send_multipart([unit.life.identity, encode(news)])
-
-
-def first_lives(prefill_groups: int, decode_workers: int, *, server: bool) -> list[Life]:
-    """The units of a run, in the order in which they are started."""
-    groups = [Life("prefill", index, 1) for index in range(prefill_groups)]
-    workers = [Life("decode", index, 1) for index in range(decode_workers)]
-    if not groups or not workers:
-        raise InvariantError("a run without prefill group or decode worker")
-    return [*groups, *workers, *([Life("server", 0, 1)] if server else [])]

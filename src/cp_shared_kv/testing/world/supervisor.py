@@ -11,9 +11,8 @@ from typing import Protocol
 
 from cp_shared_kv.engine.codecs import FROM_SUPERVISOR
 from cp_shared_kv.engine.figures import SILENCE_SECONDS
-from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.lives import Life, first_lives
 from cp_shared_kv.engine.messages import ProcessDown, ProcessUp
-from cp_shared_kv.engine.supervisor import first_lives
 from cp_shared_kv.testing.world.decode import DecodeProcess
 from cp_shared_kv.testing.world.ends import World
 from cp_shared_kv.testing.world.network import Channel
