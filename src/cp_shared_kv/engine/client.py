@@ -1,4 +1,4 @@
-"""The engine as the server process reaches it: requests out, tokens and figures in, over zmq.
+"""The engine as the server process reaches it: requests out, tokens and figures in.
 
 Here sits the router: a request goes to a prefill group and a decode worker, and to others if one
 of them is lost before the first token has come.
@@ -17,7 +17,6 @@ from functools import partial
 
 import msgspec
 import numpy as np
-import zmq
 import zmq.asyncio
 
 from cp_shared_kv.engine.api import (
@@ -31,8 +30,9 @@ from cp_shared_kv.engine.api import (
     UnitState,
 )
 from cp_shared_kv.engine.background import beside
+from cp_shared_kv.engine.client_links import ClientLinks
 from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost
-from cp_shared_kv.engine.codecs import FROM_SERVER, TO_SERVER, FromServer, FromSupervisor
+from cp_shared_kv.engine.codecs import FromSupervisor
 from cp_shared_kv.engine.figures import Figures
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
@@ -54,10 +54,10 @@ from cp_shared_kv.engine.off_host import OffHostDoor
 from cp_shared_kv.engine.presence import Presence
 from cp_shared_kv.engine.recent_prompts import RecentPrompts
 from cp_shared_kv.engine.room_answers import token_chunks
+from cp_shared_kv.engine.roster import Roster
 from cp_shared_kv.engine.router import PageKeys, Route, Router
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.engine.self_check import broken
-from cp_shared_kv.engine.unit_states import unit_states
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.codec import pack_int64
@@ -90,12 +90,8 @@ class ClusterClient:
         open_off_host: Callable[[zmq.asyncio.Socket], OffHostDoor] | None = None,
     ) -> None:
         self._description = description
-        self._socket = zmq.asyncio.Context.instance().socket(zmq.ROUTER)
-        self._socket.linger = 0
-        self._socket.sndhwm = self._socket.rcvhwm = 0
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
-        self.off_host_door = None if open_off_host is None else open_off_host(self._socket)
+        self._links = ClientLinks(address, open_off_host)
+        self.off_host_door = self._links.off_host_door
         self._router = Router(
             description.router_policy,
             description.page_size,
@@ -106,14 +102,9 @@ class ClusterClient:
         self._open: dict[str, tuple[int, Route]] = {}
         """Requests that can be aborted: room and route."""
         self._presence = Presence(time.monotonic())
-        self._lost: set[Life] = set()
-        self._why_lost: dict[str, str] = {}
-        """Units that are down, and why."""
-        self._changed = asyncio.Condition()
-        self._problems: dict[Life, list[str]] = {}
-        self._figures = Figures(description.page_size, self._send)
+        self._roster = Roster(self._presence, self._router)
+        self._figures = Figures(description.page_size, self._links.send)
         self._recent = RecentPrompts()
-        self._restarts: Counter[str] = Counter()
         self._outcomes: Counter[Outcome] = Counter(
             {"finished": 0, "aborted": 0, "failed": 0, "refused": 0}
         )
@@ -123,25 +114,25 @@ class ClusterClient:
     async def start(self) -> None:
         """Wait until every prefill group can send to every decode worker; once some pair stands,
         for the others only a while: a server that was started again serves by those there are."""
-        self.tasks += [asyncio.create_task(self._receive()), asyncio.create_task(self._ping())]
+        self.tasks += [
+            asyncio.create_task(self._links.receive(self._take)),
+            asyncio.create_task(self._ping()),
+        ]
         await beside(self.tasks, self._all_paired())
 
     async def _all_paired(self) -> None:
         wanted = self._description.prefill_groups * self._description.decode_workers
-        async with self._changed:
-            await self._changed.wait_for(self._known)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(OTHERS_SECONDS):
-                    await self._changed.wait_for(lambda: len(self._known()) >= wanted)
+        await self._roster.until(self._roster.known)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(OTHERS_SECONDS):
+                await self._roster.until(lambda: len(self._roster.known()) >= wanted)
 
     async def close(self) -> None:
         """Stop listening. Open requests get no more tokens."""
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        self._socket.close()
-        if self.off_host_door is not None:
-            self.off_host_door.close()
+        self._links.close()
 
     async def describe(self) -> EngineDescription:
         """What does not change during the engine's life."""
@@ -209,22 +200,22 @@ class ClusterClient:
 
     async def _route(self, keys: PageKeys, prompt_tokens: int) -> Route:
         """The best pair; waits for one to come back if none stands."""
-        silent = self._silence()
+        silent = self._roster.silence(time.monotonic())
         if silent is not None:
             raise EngineRefusal(silent, kind="unavailable")
+
+        def best() -> Route | None:
+            return self._router.choose(keys, prompt_tokens, self._roster.answering())
+
         try:
-            async with asyncio.timeout(HOLD_SECONDS), self._changed:
-                while True:
-                    route = self._router.choose(keys, prompt_tokens, self._answering())
-                    if route is not None:
-                        return route
-                    await self._changed.wait()
+            async with asyncio.timeout(HOLD_SECONDS):
+                return await self._roster.until(best)
         except TimeoutError:
             raise EngineRefusal(self.healthy()[1], kind="unavailable") from None
 
     async def _submit(self, group: Life, submit: Submit) -> None:
         try:
-            await self._send(group, submit)
+            await self._links.send(group, submit)
         except EngineRefusal as refusal:
             if refusal.kind != "unavailable":
                 raise
@@ -244,7 +235,7 @@ class ClusterClient:
         for life in (route.group, route.decode):
             if life in self._presence.lives:
                 with contextlib.suppress(EngineRefusal):  # it has just gone, and the room with it
-                    await self._send(life, Cancel(room=number))
+                    await self._links.send(life, Cancel(room=number))
 
     # Figures ----------------------------------------------------------------------------------
 
@@ -257,7 +248,7 @@ class ClusterClient:
             prefill=groups,
             decode=workers,
             requests_total=dict(self._outcomes),
-            restarts_total=dict(self._restarts),
+            restarts_total=dict(self._roster.restarts),
             recent_prompt_tokens=recent_prompt_tokens,
             recent_cached_tokens=recent_cached_tokens,
         )
@@ -268,8 +259,7 @@ class ClusterClient:
 
     def units(self) -> list[UnitState]:
         """How each prefill group and decode worker is."""
-        silent_seconds = self._presence.silent_seconds(time.monotonic())
-        return unit_states(silent_seconds, self._problems, self._lost, self._why_lost)
+        return self._roster.units(time.monotonic())
 
     async def flush_cache(self) -> int:
         """Drop every cached prefix that no request uses; returns how many logical pages."""
@@ -284,30 +274,9 @@ class ClusterClient:
 
     def healthy(self) -> tuple[bool, str]:
         """Whether some pair stands that has answered lately, and every process's books balance."""
-        for life, problems in self._problems.items():
-            if problems:
-                return False, f"{life.unit}: {problems[0]}"
-        silent = self._silence()
-        if silent is not None:
-            return False, silent
-        if self._answering():
-            return True, "ok"
-        if self._why_lost:
-            return False, "; ".join(
-                f"{unit} is starting again: {why}" for unit, why in sorted(self._why_lost.items())
-            )
-        return False, "the engine is starting"
+        return self._roster.healthy(time.monotonic())
 
-    def _silence(self) -> str | None:
-        return self._presence.silence(self._router.pairs, time.monotonic())
-
-    def _known(self) -> list[Route]:
-        return self._presence.known(self._router.pairs)
-
-    def _answering(self) -> list[Route]:
-        return self._presence.answering(self._router.pairs)
-
-    # Links ------------------------------------------------------------------------------------
+    # News -------------------------------------------------------------------------------------
 
     async def on_news(self, news: FromSupervisor) -> None:
         """The supervisor: a process is gone. Others learn of their end by themselves."""
@@ -316,64 +285,29 @@ class ClusterClient:
         life = Life.parse(news.life)
         if life.role == "server":
             return
-        if life not in self._lost:
-            self._restarts[life.unit] += not news.final
-        self._lost.add(life)
-        if news.final:
-            self._why_lost.pop(life.unit, None)
-        else:
-            self._why_lost[life.unit] = news.reason
-        self._presence.lost(life)
-        self._problems.pop(life, None)
-        self._router.lost(life)
+        self._roster.lost(life, news.reason, final=news.final)
         self._figures.lost(life)
         for room in self._rooms.values():
             # What was admitted may have all its pages at decode: decode tells how it ended.
             if life == room.route.decode or (life == room.route.group and not room.admitted):
                 room.inbox.put_nowait(Lost(news.reason))
-        await self._notify()
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()
-
-    async def _send(self, to: Life, message: FromServer) -> None:
-        try:
-            await self._socket.send_multipart([to.identity, FROM_SERVER.encode(message)])
-        except zmq.ZMQError as error:
-            raise EngineRefusal(f"{to.unit} is not connected", kind="unavailable") from error
-        except ProtocolError as error:
-            raise EngineRefusal(str(error), kind="too_long") from error
-
-    async def _receive(self) -> None:
-        while True:
-            frames = await self._socket.recv_multipart()
-            try:
-                sender = Life.parse(frames[0])
-                await self._take(sender, TO_SERVER.decode(frames[-1]))
-            except ProtocolError as error:
-                logger.error("message refused: %s", error)
+        await self._roster.changed()
 
     async def _take(self, sender: Life, message: msgspec.Struct) -> None:
-        if sender in self._lost:
+        if self._roster.is_lost(sender):
             return
         if sender.role == "server":
             raise ProtocolError("a server speaks to a server", value=str(sender))
-        if self._presence.heard(sender, time.monotonic()):
-            await self._notify()  # requests may wait for it to answer again
+        await self._roster.heard(sender, time.monotonic())
         match message:
             case Registered():
-                self._why_lost.pop(sender.unit, None)
-                await self._notify()
+                await self._roster.registered(sender)
             case Paired():
-                decode = Life.parse(message.decode)
-                if decode not in self._lost:
-                    self._router.paired(sender, decode)
-                await self._notify()
+                await self._roster.paired(sender, Life.parse(message.decode))
             case Tokens() | Admitted() | RoomRefused():
                 self._to_room(sender, message)
             case Checked(ticket=0):
-                self._problems[sender] = message.problems
+                self._roster.checked(sender, message.problems)
             case PrefillStats() | DecodeStats() | ToldPageMap() | Flushed() | Checked():
                 self._figures.take(sender, message)
             case _:
