@@ -34,7 +34,7 @@ from benchmarks import Measurement
 from benchmarks.nvlink import between, nvlink_kib
 from benchmarks.record import RESULTS, record, this_commit
 from cp_shared_kv.engine.cluster import no_progress
-from cp_shared_kv.engine.config import KVRead
+from cp_shared_kv.engine.config_values import KVRead
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.testing.running_cluster import Running, running, small_config

@@ -29,7 +29,7 @@ import torch
 
 from benchmarks import Benchmark, Measurement, Progress
 from benchmarks.oracle_table import EXACT_PAGES, RELATIVE_ERROR_BOUND, is_decided, met, table
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.engine.model_spec import pool_spec
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.testing.bitwise import first_difference

@@ -23,7 +23,7 @@ from benchmarks.gpu import RANKS
 from benchmarks.gpu.random_model import EXPERTS, LAYERS, SHAPE, random_transformer
 from benchmarks.gpu.rank import GpuRank, slowest
 from benchmarks.gpu.workload import PAGE_SIZE
-from cp_shared_kv.engine.config import KVReader
+from cp_shared_kv.engine.config_values import KVReader
 from cp_shared_kv.engine.model_spec import pool_spec
 from cp_shared_kv.engine.rank_pools import RankPools
 from cp_shared_kv.engine.readers import make_reader

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from cp_shared_kv.engine.config import EngineConfig, flag
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import flag
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

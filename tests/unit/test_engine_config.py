@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from cp_shared_kv.engine.config import EngineConfig, flag
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import flag
 from cp_shared_kv.errors import ConfigError
 
 SHARED: dict[str, Any] = {

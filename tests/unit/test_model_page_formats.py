@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import ScheduleRun

@@ -10,7 +10,7 @@ from cyclopts import Parameter
 from rich.console import Console
 
 from cp_shared_kv.cli.whole_numbers import WholeNumbers
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.planner.capacity import PlanRequest, make_plan
 from cp_shared_kv.planner.gpus import GIB, gpu_named

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from cp_shared_kv.cli.whole_numbers import WholeNumbers
-from cp_shared_kv.engine.config import KVCacheDtype, RouterPolicy
+from cp_shared_kv.engine.config_values import KVCacheDtype, RouterPolicy
 from cp_shared_kv.planner.capacity import PlanRequest, make_plan, pool_sizes
 from cp_shared_kv.planner.gpus import gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from cp_shared_kv.engine.config import API_KEY_VARIABLE, EngineConfig
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import API_KEY_VARIABLE
 
 
 def with_api_key(config: EngineConfig, environment: Mapping[str, str]) -> EngineConfig:

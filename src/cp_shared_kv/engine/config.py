@@ -3,43 +3,30 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any
 
+from cp_shared_kv.engine.config_values import (
+    CONTROL_PORT,
+    READ_IN_BLOCKS,
+    Device,
+    Dtype,
+    KVCacheDtype,
+    KVRead,
+    KVReader,
+    KVTransportName,
+    LogLevel,
+    RouterPolicy,
+    check_values,
+)
 from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.host_address import check_host
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.model.ops.names import AttentionOpsName
-from cp_shared_kv.reads.piece_size import PIECE_TOKENS
-from cp_shared_kv.transfer.messages import MAX_TOKENS
 from cp_shared_kv.transfer.transports import TransferBackend
-
-Device = Literal["cpu", "cuda"]
-KVRead = Literal["auto", "pull", "push", "collective", "sparse"]
-KVReader = Literal["pull", "push", "collective", "sparse", "cheapest", "local"]
-"""The read paths that there are; `cheapest` takes pull, push or sparse for each batch."""
-READ_IN_BLOCKS: tuple[KVReader, ...] = ("sparse", "cheapest")
-"""Those that need no scratch for a whole prefix."""
-KVTransportName = TransferBackend | Literal["cuda_ipc"]
-Dtype = Literal["auto", "float32", "bfloat16"]
-RouterPolicy = Literal["longest_prefix", "least_loaded", "round_robin"]
-KVCacheDtype = Literal["auto", "bf16", "fp8_e4m3", "fp32"]
-
-API_KEY_VARIABLE = "CPKV_API_KEY"
-MAX_PAGE_SIZE = 1024
-MAX_CP_SIZE = 64
-CONTROL_PORT = 30001
-MAX_UNITS = 64
-"""Most prefill groups, or decode workers, of one run."""
-
-
-def flag(field: str) -> str:
-    """The command-line spelling of a config field."""
-    return "--" + field.replace("_", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -178,7 +165,7 @@ class EngineConfig:
     """Seconds without a sign of life after which a process counts as hung, is killed and started
     again."""
 
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: LogLevel = "info"
     """Least severe log lines to show."""
 
     def __post_init__(self) -> None:
@@ -188,8 +175,7 @@ class EngineConfig:
                 value=sys.platform,
                 change="use a Linux machine, virtual machine or container",
             )
-        self._check_choices()
-        self._check_ranges()
+        check_values(vars(self))
         self._check_combinations()
         self._check_control()
 
@@ -224,75 +210,6 @@ class EngineConfig:
         """The name that clients ask for."""
         # Made absolute, for "." has no name of its own; links keep the name that the user gave.
         return self.served_model_name or Path(os.path.abspath(self.model_path)).name
-
-    def _check_choices(self) -> None:
-        choices = {
-            "device": get_args(Device),
-            "dtype": get_args(Dtype),
-            "attention_ops": get_args(AttentionOpsName),
-            "kv_cache_dtype": get_args(KVCacheDtype),
-            "nsa_prefill_cp_mode": get_args(SplitMode),
-            "kv_read": get_args(KVRead),
-            "router_policy": get_args(RouterPolicy),
-            "disaggregation_transfer_backend": get_args(TransferBackend),
-            "log_level": ("debug", "info", "warning", "error"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ConfigError(
-                    f"{flag(name)} has an unknown value",
-                    value=getattr(self, name),
-                    allowed=", ".join(allowed),
-                )
-
-    def _check_ranges(self) -> None:
-        least_most: dict[str, tuple[int, int]] = {
-            "port": (0, 65535),
-            "control_port": (0, 65535),
-            "page_size": (1, MAX_PAGE_SIZE),
-            "context_length": (2, MAX_TOKENS),
-            "chunked_prefill_size": (1, MAX_TOKENS),
-            "kv_scratch_tokens": (PIECE_TOKENS, 2**40),
-            "max_total_tokens": (1, 2**40),
-            "decode_max_total_tokens": (1, 2**40),
-            "max_running_requests": (1, 4096),
-            "max_queued_requests": (1, 2**20),
-            "shutdown_timeout": (0, 86400),
-            "start_timeout": (1, 86400),
-            "watchdog_timeout": (2, 86400),
-            "prefill_groups": (1, MAX_UNITS),
-            "decode_workers": (1, MAX_UNITS),
-            "attention_context_parallel_size": (1, MAX_CP_SIZE),
-        }
-        for name, (least, most) in least_most.items():
-            value: Any = getattr(self, name)
-            if value is not None and not least <= value <= most:
-                raise ConfigError(
-                    f"{flag(name)} is out of range", value=value, allowed=f"{least} to {most}"
-                )
-        if self.page_size & (self.page_size - 1):
-            raise ConfigError(
-                "--page-size is not a power of two",
-                value=self.page_size,
-                allowed="1, 2, 4 ... 1024",
-                change="64 is what the production formats use",
-            )
-        for name in ("max_total_tokens", "decode_max_total_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < self.page_size:
-                raise ConfigError(
-                    f"{flag(name)} is less than one page",
-                    value=value,
-                    allowed=f"at least --page-size {self.page_size}",
-                )
-        if self.api_key is not None and not re.fullmatch("[!-~]+", self.api_key):
-            # The value is a secret: it is not repeated.
-            raise ConfigError(
-                f"--api-key, or {API_KEY_VARIABLE} in its place, cannot be sent in a header",
-                allowed="one or more printable ASCII characters without spaces",
-            )
-        if not self.host:
-            raise ConfigError("--host is empty", allowed="an address such as 127.0.0.1 or 0.0.0.0")
 
     def _check_combinations(self) -> None:
         if self.cp_size > 1 and not self.enable_nsa_prefill_context_parallel:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from cp_shared_kv.engine.api import FinishReason, RefusalKind
-from cp_shared_kv.engine.config import KVReader
+from cp_shared_kv.engine.config_values import KVReader
 from cp_shared_kv.engine.lives import PATTERN
 from cp_shared_kv.transfer.messages import (
     INT64_MAX,

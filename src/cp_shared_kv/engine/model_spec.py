@@ -9,7 +9,8 @@ from pathlib import Path
 
 import torch
 
-from cp_shared_kv.engine.config import Dtype, EngineConfig, KVCacheDtype
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import Dtype, KVCacheDtype
 from cp_shared_kv.engine.page_format_names import format_names
 from cp_shared_kv.engine.run_spec import PageLayout
 from cp_shared_kv.errors import CheckpointError, ConfigError

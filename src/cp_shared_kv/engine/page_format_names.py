@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.memory.formats.sections import FP8_INDEX_HEAD_DIM
 
 

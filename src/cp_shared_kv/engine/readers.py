@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from cp_shared_kv.engine.config import KVReader
+from cp_shared_kv.engine.config_values import KVReader
 from cp_shared_kv.engine.rank_pools import RankPools
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.memory.buffers import PrivateBuffer

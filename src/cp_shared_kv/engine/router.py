@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.engine.config_values import RouterPolicy
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.errors import InvariantError
 

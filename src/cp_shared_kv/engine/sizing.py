@@ -17,7 +17,8 @@ from cp_shared_kv.engine.budget import (
     reads_ahead,
     sharers,
 )
-from cp_shared_kv.engine.config import READ_IN_BLOCKS, EngineConfig
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import READ_IN_BLOCKS
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.errors import CapacityError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from cp_shared_kv.engine.config import API_KEY_VARIABLE
+from cp_shared_kv.engine.config_values import API_KEY_VARIABLE
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.unit import Process, Unit

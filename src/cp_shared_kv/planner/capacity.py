@@ -13,7 +13,8 @@ from cp_shared_kv.engine.budget import (
     prefix_scratch_bytes,
     sharers,
 )
-from cp_shared_kv.engine.config import EngineConfig, KVCacheDtype
+from cp_shared_kv.engine.config import EngineConfig
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.engine.page_format_names import format_names
 from cp_shared_kv.errors import CapacityError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.engine.config_values import RouterPolicy
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.router import Route, Router
 from cp_shared_kv.layout.capacity import KVCapacity

@@ -9,7 +9,7 @@ from itertools import count
 from typing import Literal
 
 from cp_shared_kv.engine.budget import SCRATCH_LAYERS
-from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.engine.config_values import RouterPolicy
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.layout.ownership import CpSharedKVLayout

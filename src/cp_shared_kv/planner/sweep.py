@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.engine.config_values import RouterPolicy
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.memory.pool_sizes import PoolSizes

@@ -6,7 +6,7 @@ import ipaddress
 import logging
 import socket
 
-from cp_shared_kv.engine.config import API_KEY_VARIABLE
+from cp_shared_kv.engine.config_values import API_KEY_VARIABLE
 
 logger = logging.getLogger("cp_shared_kv.server")
 

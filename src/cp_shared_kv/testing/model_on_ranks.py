@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.engine.model_spec import pool_spec
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from cp_shared_kv.engine.config import KVCacheDtype
+from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
 from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from cp_shared_kv.engine.config import RouterPolicy
+from cp_shared_kv.engine.config_values import RouterPolicy
 from cp_shared_kv.testing.world.answers import expected_answer
 
 PAGE_SIZE = 4
