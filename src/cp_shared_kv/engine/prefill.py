@@ -23,7 +23,6 @@ from cp_shared_kv.engine.messages import (
     Cancel,
     Check,
     Checked,
-    DisconnectDecode,
     Flush,
     Flushed,
     PageMapRequest,
@@ -38,18 +37,18 @@ from cp_shared_kv.engine.messages import (
 )
 from cp_shared_kv.engine.page_maps import told_page_map
 from cp_shared_kv.engine.pairing import DecodePeer
+from cp_shared_kv.engine.rank_reports import RankReports
 from cp_shared_kv.engine.rank_states import RankStates
 from cp_shared_kv.engine.recording import MessageLog
-from cp_shared_kv.engine.request import PrefillRequest, Stage
+from cp_shared_kv.engine.request import PrefillRequest
+from cp_shared_kv.engine.request_ends import RequestEnds
 from cp_shared_kv.engine.run_spec import RunSpec
-from cp_shared_kv.engine.sampling.state import prompt_tokens_for_sampling
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.engine.self_check import broken
-from cp_shared_kv.engine.submission import checked_offer
+from cp_shared_kv.engine.submission import checked_offer, opened_room
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys
-from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import (
     AbortRoom,
     Declined,
@@ -58,7 +57,6 @@ from cp_shared_kv.transfer.messages import (
     OpenRoom,
     Released,
     Reserve,
-    Withdrawn,
     as_reason,
 )
 
@@ -83,7 +81,6 @@ class PrefillController:
     ) -> None:
         config = spec.engine_config()
         limits = spec.limits
-        self._cp_size = limits.cp_size
         self._to_server, self._to_ranks = to_server, to_ranks
         self._epoch = epoch
         self._peers: dict[str, DecodePeer] = {}
@@ -98,8 +95,11 @@ class PrefillController:
             max_prefix_pages=limits.max_prefix_pages,
             epoch=epoch,
         )
-        self._done: dict[int, BatchDone] = {}
         self._figures = GroupFigures(limits.cp_size)
+        self._ends = RequestEnds(
+            self.scheduler, self._figures, to_server=to_server, to_ranks=to_ranks
+        )
+        self._reports = RankReports(self.scheduler, limits.cp_size)
         self._rank_states = RankStates(lambda room: self.scheduler.get(room) is not None)
         self._max_queued = config.max_queued_requests
         self._log = None
@@ -120,26 +120,14 @@ class PrefillController:
             self._to_server(Paired(decode=life))
 
     def decode_lost(self, life: Life, reason: str) -> None:
-        """A decode worker's process is gone, and its requests with it. The server sends those
-        elsewhere of which it has had no token yet."""
+        """A decode worker's process is gone, and its requests with it."""
         peer = self._peers.pop(str(life), None)
-        if peer is None:
-            return
-        reason = as_reason(reason)
-        for request in self.scheduler.requests():
-            if request.decode is not peer:
-                continue
-            self.scheduler.abort(request.room, reason)
-            if not request.answered:
-                request.answered = True  # maybe long before the ranks have concluded
-                self._to_server(RoomRefused(room=request.room, kind="unavailable", reason=reason))
-        # Their rooms conclude at the ranks, which frees the pages here.
-        self._to_ranks(DisconnectDecode(decode_epoch=peer.epoch, reason=reason))
+        if peer is not None:
+            self._ends.decode_lost(peer, reason)
 
     def server_lost(self, reason: str) -> None:
         """Nobody waits for any answer any more."""
-        for request in self.scheduler.requests():
-            self._abort(request.room, reason)
+        self._ends.abort_all(reason)
 
     # From the server --------------------------------------------------------------------------
 
@@ -149,7 +137,7 @@ class PrefillController:
             case Submit():
                 self._submit(message)
             case Cancel():
-                self._abort(message.room, "the client went away")
+                self._ends.abort(message.room, "the client went away")
             case StatsRequest():
                 self._to_server(self._figures.stats(message.ticket, self.scheduler))
             case PageMapRequest():
@@ -221,33 +209,22 @@ class PrefillController:
                 self._reserved(peer, request, message)
             case Declined() | AbortRoom():
                 if request is None:
-                    self._withdraw(peer, message.room, "prefill has nothing to do with it any more")
+                    self._ends.withdraw(
+                        peer, message.room, "prefill has nothing to do with it any more"
+                    )
                 else:
-                    self._abort(message.room, message.reason)
+                    self._ends.abort(message.room, message.reason)
             case Released():
                 pass  # the ranks' own conclusions already released the prefill pages
 
     def _reserved(self, peer: DecodePeer, request: PrefillRequest | None, message: Reserve) -> None:
         if request is None:
-            self._withdraw(peer, message.room, "it was aborted before it began")
+            self._ends.withdraw(peer, message.room, "it was aborted before it began")
             return
         try:
-            # A reservation that no rank could use stops here, not at all of them.
-            message.reservation(self._limits.decode_capacity.physical_pages)
-            opened = OpenRoom(
-                epoch=self._epoch,
-                room=message.room,
-                decode_epoch=peer.epoch,
-                first_position=message.first_position,
-                physical_pages=message.physical_pages,
-                total_positions=-(-request.prompt_tokens // self._limits.page_size),
-                sampling=request.sampling,
-                prompt_token_ids=pack_int64(
-                    prompt_tokens_for_sampling(request.sampling, request.token_ids)
-                ),
-            )
+            opened = opened_room(message, request, self._limits)
         except ValueError as error:
-            self._abort(message.room, f"decode's reservation is malformed: {error}")
+            self._ends.abort(message.room, f"decode's reservation is malformed: {error}")
             return
         self.scheduler.reserved(opened)
 
@@ -255,12 +232,7 @@ class PrefillController:
 
     def on_rank(self, message: BatchDone | RoomConcluded | RankState) -> None:
         """A rank finished a batch, or its part of a transfer, or says how it is."""
-        if not 0 <= message.rank < self._cp_size:
-            raise ProtocolError(
-                "message of a rank that does not exist",
-                value=message.rank,
-                allowed=f"0 to {self._cp_size - 1}",
-            )
+        self._reports.check_rank(message.rank)
         match message:
             case BatchDone():
                 self._batch_done(message)
@@ -270,31 +242,29 @@ class PrefillController:
                 self._rank_states.take(message)
 
     def _batch_done(self, message: BatchDone) -> None:
-        running = self.scheduler.in_flight
-        if running is None or running.batch_id != message.batch_id:
-            raise ProtocolError("a batch is done that is not in flight", value=message.batch_id)
-        self._done[message.rank] = message
+        done = self._reports.batch_done(message)
         self._figures.computed(message)
-        if len(self._done) < self._cp_size:
+        if not done:
             return
-        without = {room for done in self._done.values() for room in done.without_token}
+        without = {room for one in done for room in one.without_token}
         completed, gone = self.scheduler.batch_done(message.batch_id, without)
         decodes = {request.room: request.decode for request in completed}
         for room in sorted(without & decodes.keys()):
             del decodes[room]
             logger.error("room %d: %s", room, NO_NUMBERS)
-            self._abort(room, NO_NUMBERS)
-        for done in self._done.values():
-            for token in done.tokens:
+            self._ends.abort(room, NO_NUMBERS)
+        for one in done:
+            for token in one.tokens:
                 if token.room in decodes:
                     self._first_token(decodes[token.room], token)
-        self._done.clear()
         for request in gone:
-            self._refuse_stopped(request)
+            self._ends.gone(request)
 
     def _first_token(self, decode: DecodePeer, token: RoomToken) -> None:
         if token.token_id >= self._vocab_size:
-            self._abort(token.room, f"a rank chose token {token.token_id}, which does not exist")
+            self._ends.abort(
+                token.room, f"a rank chose token {token.token_id}, which does not exist"
+            )
             return
         decode.send(
             FirstToken(
@@ -307,32 +277,14 @@ class PrefillController:
         )
 
     def _room_concluded(self, message: RoomConcluded) -> None:
-        request = self.scheduler.get(message.room)
-        # A conclusion lets the room's pages go: one out of turn is not believed.
-        if request is None or request.stage in (Stage.OFFERED, Stage.RESERVED):
-            raise ProtocolError("a rank concluded a room that it has not open", value=message.room)
-        if message.rank in request.concluded_ranks:
-            raise ProtocolError("a rank concluded a room twice", value=message.room)
-        if (
-            message.failure is None
-            and request.failure is None
-            and not self._is_all_computed(request)
-        ):
-            raise ProtocolError("a rank concluded a room with chunks to come", value=message.room)
+        request = self._reports.room_concluded(message)
         self._figures.concluded(message)
         if message.failure is not None and request.failure is None:
-            self._abort(message.room, message.failure)  # without this rank's part all is in vain
-        request = self.scheduler.concluded(message.room, message.rank)
-        if request is not None:
-            self._refuse_stopped(request)
-
-    def _is_all_computed(self, request: PrefillRequest) -> bool:
-        """Whether the prompt's last chunk is computed, or being computed: others may be faster."""
-        running = self.scheduler.in_flight
-        return request.stage is Stage.SENDING or (
-            running is not None
-            and any(part.room == request.room and part.last for part in running.requests)
-        )
+            # Without this rank's part all is in vain.
+            self._ends.abort(message.room, message.failure)
+        over = self.scheduler.concluded(message.room, message.rank)
+        if over is not None:
+            self._ends.gone(over)
 
     # Steps ------------------------------------------------------------------------------------
 
@@ -364,33 +316,6 @@ class PrefillController:
             self.scheduler.queued,
         )
         return True
-
-    def _abort(self, room: int, reason: str) -> None:
-        """Stop a room wherever it is: at the ranks, at decode, or in the queue."""
-        request = self.scheduler.get(room)
-        if request is None:
-            return
-        reason = as_reason(reason)
-        decode = request.decode
-        if self.scheduler.abort(room, reason) is not None:
-            self._withdraw(decode, room, reason)
-            self._refuse(room, reason)
-            return
-        stop = AbortRoom(epoch=self._epoch, peer_epoch=decode.epoch, room=room, reason=reason)
-        self._to_ranks(stop)
-        decode.send(stop)
-
-    def _withdraw(self, decode: DecodePeer, room: int, reason: str) -> None:
-        """Tell decode that no rank has the room open or will open it."""
-        decode.send(Withdrawn(epoch=self._epoch, peer_epoch=decode.epoch, room=room, reason=reason))
-
-    def _refuse(self, room: int, reason: str) -> None:
-        self._figures.failed_rooms += 1
-        self._to_server(RoomRefused(room=room, kind="failed", reason=reason))
-
-    def _refuse_stopped(self, request: PrefillRequest) -> None:
-        if request.failure is not None and not request.answered:
-            self._refuse(request.room, request.failure)
 
     def _record(self, message: OpenRoom | Batch) -> None:
         if self._log is not None:
