@@ -18,6 +18,7 @@ from cp_shared_kv.engine import decode as decode_module
 from cp_shared_kv.engine.batch import Batch
 from cp_shared_kv.engine.decode import DecodeEngine
 from cp_shared_kv.engine.decode_room import DecodeRoom
+from cp_shared_kv.engine.decode_running import RunningRooms
 from cp_shared_kv.engine.prefill import PrefillController
 from cp_shared_kv.engine.presence import Presence
 from cp_shared_kv.engine.request import PrefillRequest, Stage
@@ -253,11 +254,11 @@ def a_request_is_given_up_with_the_first_process_that_is_lost(patch: pytest.Monk
 
 @mutant("and it holds something else")
 def decode_publishes_a_token_that_no_step_has_followed(patch: pytest.MonkeyPatch) -> None:
-    def eager(self: DecodeEngine, room: DecodeRoom) -> None:
+    def eager(self: RunningRooms, room: DecodeRoom) -> None:
         tokens = np.append(room.offer.tokens(), np.asarray(room.generated, dtype=np.int64))
         self._pool.publish(room.offer.room, page_keys(tokens, self._pool.page_size))
 
-    patch.setattr(DecodeEngine, "_publish", eager)
+    patch.setattr(RunningRooms, "_publish", eager)
 
 
 @mutant("and it holds something else")

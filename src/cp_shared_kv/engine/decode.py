@@ -9,13 +9,13 @@ import logging
 from collections.abc import Callable
 
 import msgspec
-import numpy as np
 
-from cp_shared_kv.engine.api import FinishReason, RefusalKind
+from cp_shared_kv.engine.api import RefusalKind
 from cp_shared_kv.engine.codecs import encode
-from cp_shared_kv.engine.decode_reservation import reserve
-from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer, decode_batch
-from cp_shared_kv.engine.messages import NO_NUMBERS, DecodeStats, RoomRefused, Tokens
+from cp_shared_kv.engine.decode_reservation import WaitingRooms, declined
+from cp_shared_kv.engine.decode_room import DecodeRoom, PrefillPeer
+from cp_shared_kv.engine.decode_running import RunningRooms
+from cp_shared_kv.engine.messages import DecodeStats, RoomRefused, Tokens
 from cp_shared_kv.engine.model_runner import ModelRunner
 from cp_shared_kv.engine.quarantine import QuarantineWatch
 from cp_shared_kv.engine.recording import MessageLog
@@ -23,9 +23,8 @@ from cp_shared_kv.engine.sampling.sampler import SampledToken
 from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_sampling
 from cp_shared_kv.engine.self_check import broken
 from cp_shared_kv.engine.verification import Checksums, damaged_page
-from cp_shared_kv.errors import CapacityError, InvariantError, ProtocolError
+from cp_shared_kv.errors import InvariantError, ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
-from cp_shared_kv.memory.page_keys import page_keys
 from cp_shared_kv.transfer.actions import (
     Covered,
     DecodeAction,
@@ -76,10 +75,7 @@ class DecodeEngine:
         log: MessageLog | None = None,
     ) -> None:
         self._pool = pool
-        self._runner = runner
         self._epoch = epoch
-        self._cp_size = cp_size
-        self._max_running = max_running
         self._quarantine = QuarantineWatch(quarantine_seconds)
         self._vocab_size = vocab_size
         self._eos = eos_token_ids
@@ -87,11 +83,17 @@ class DecodeEngine:
         self._checksums = checksums
         self._log = log
         self._rooms: dict[int, DecodeRoom] = {}
-        self._waiting: list[int] = []
-        self._running: list[int] = []
-        self._next_batch_id = 0
-        self.generated_total = 0
-        self.finished_total = 0
+        self._waiting = WaitingRooms(pool, epoch=epoch, cp_size=cp_size)
+        self._running = RunningRooms(
+            pool,
+            runner,
+            epoch=epoch,
+            max_running=max_running,
+            to_server=to_server,
+            record=self._record,
+            release=self._release,
+            fail=self._fail,
+        )
         self.failed_total = 0
 
     # Events -----------------------------------------------------------------------------------
@@ -114,8 +116,9 @@ class DecodeEngine:
         except ProtocolError as error:
             self._decline(peer, offer.room, str(error))
             return
-        self._rooms[offer.room] = DecodeRoom(peer, offer, len(offer.token_ids) // 8, sampling)
-        self._waiting.append(offer.room)
+        room = DecodeRoom(peer, offer, len(offer.token_ids) // 8, sampling)
+        self._rooms[offer.room] = room
+        self._waiting.add(offer.room, room)
         self._reserve_waiting()
 
     def on_transfer(self, peer: PrefillPeer, message: Sent | Concluded | Quiesced) -> None:
@@ -194,7 +197,7 @@ class DecodeEngine:
         """Drop a room that is waiting or covered: no rank can write to it."""
         room = self._rooms[name]
         if name in self._running:
-            self._finish(Tokens(room=name, token_ids=[], finish_reason="abort"))
+            self._running.abort(name)
         elif room.session is None:
             self._waiting.remove(name)
             del self._rooms[name]
@@ -225,26 +228,11 @@ class DecodeEngine:
     @property
     def has_work(self) -> bool:
         """Whether a decode step would do anything."""
-        return bool(self._running)
+        return len(self._running) > 0
 
     def step(self) -> None:
         """One token for every running request."""
-        chosen = self._running[: self._max_running]
-        self._next_batch_id += 1
-        batch = decode_batch(
-            {name: self._rooms[name] for name in chosen},
-            self._pool.page_size,
-            epoch=self._epoch,
-            batch_id=self._next_batch_id,
-        )
-        self._record(batch)
-        sampling = {name: self._rooms[name].sampling for name in chosen}
-        for name, token in self._runner.execute(batch, sampling).items():
-            if token is None:
-                self._running.remove(name)
-                self._fail(name, NO_NUMBERS)
-            else:
-                self._emit(name, token)
+        self._running.step()
 
     def stats(self, ticket: int) -> DecodeStats:
         """Figures of this worker, in tokens."""
@@ -255,8 +243,8 @@ class DecodeEngine:
             used_tokens=self._pool.locked_pages * page,
             waiting=len(self._waiting),
             running=len(self._running),
-            generated_tokens_total=self.generated_total,
-            finished_total=self.finished_total,
+            generated_tokens_total=self._running.generated_total,
+            finished_total=self._running.finished_total,
             failed_rooms_total=self.failed_total,
         )
 
@@ -277,34 +265,15 @@ class DecodeEngine:
     # Reservation ------------------------------------------------------------------------------
 
     def _reserve_waiting(self) -> None:
-        while self._waiting:
-            name = self._waiting[0]
-            room = self._rooms[name]
-            try:
-                reserved = reserve(self._pool, room, epoch=self._epoch, cp_size=self._cp_size)
-            except CapacityError as error:
-                self._waiting.pop(0)
-                del self._rooms[name]
-                self._decline(room.peer, name, str(error))
-                continue
-            if reserved is None:
-                return
-            self._waiting.pop(0)
-            self._record(reserved)
-            room.peer.to_controller(reserved)
-
-    def _publish(self, room: DecodeRoom) -> None:
-        """Keep the pages that are written, prompt and output, for the prompts that go on from here.
-
-        The last token's own KV was never computed: no step followed it.
-        """
-        tokens = np.append(room.offer.tokens(), np.asarray(room.generated[:-1], dtype=np.int64))
-        self._pool.publish(room.offer.room, page_keys(tokens, self._pool.page_size))
+        for room, answer in self._waiting.answers():
+            if isinstance(answer, Declined):
+                del self._rooms[answer.room]
+            else:
+                self._record(answer)
+            room.peer.to_controller(answer)
 
     def _decline(self, peer: PrefillPeer, name: int, reason: str) -> None:
-        peer.to_controller(
-            Declined(epoch=self._epoch, peer_epoch=peer.epoch, room=name, reason=reason)
-        )
+        peer.to_controller(declined(peer, name, reason, epoch=self._epoch))
 
     # Actions of the sessions ------------------------------------------------------------------
 
@@ -360,35 +329,7 @@ class DecodeEngine:
                 token_id=room.first_token.token_id,
             )
         )
-        self._running.append(name)
-        self._emit(name, room.first_token)
-
-    # Output -----------------------------------------------------------------------------------
-
-    def _emit(self, name: int, token: SampledToken) -> None:
-        room = self._rooms[name]
-        room.generated.append(token.token_id)
-        self.generated_total += 1
-        stop = room.sampling.append(token.token_id)
-        full = len(room.generated) >= room.offer.max_tokens
-        reason: FinishReason | None = "stop" if stop else "length" if full else None
-        told = Tokens(
-            room=name,
-            token_ids=[token.token_id],
-            finish_reason=reason,
-            logprobs=None if token.logprobs is None else [token.logprobs],
-        )
-        if reason is None:
-            self._to_server(told)
-        else:
-            self._finish(told)
-
-    def _finish(self, last: Tokens) -> None:
-        self._running.remove(last.room)
-        self._publish(self._rooms[last.room])
-        self.finished_total += 1
-        self._to_server(last)
-        self._release(last.room)
+        self._running.start(name, room, room.first_token)
 
     def _release(self, name: int) -> None:
         if self._rooms.pop(name, None) is not None:
