@@ -16,6 +16,7 @@ from cp_shared_kv.engine.api import EngineRefusal, GenerateRequest, Sampling, To
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.cluster import Cluster, no_progress
 from cp_shared_kv.engine.lives import Life
+from cp_shared_kv.engine.messages import ProcessUp
 from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_replicated
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.sampling.sampler import sample
@@ -115,6 +116,8 @@ async def ask(client: ClusterClient, name: str, token_ids: list[int], sampling: 
 
 async def ask_all(spec: RunSpec) -> Answers:
     client = ClusterClient(spec.endpoints.inbox(Life("server", 0, 1)), describe(spec))
+    for life in (Life("prefill", 0, 1), Life("decode", 0, 1)):
+        await client.on_news(ProcessUp(life=str(life), address=spec.endpoints.inbox(life)))
     await client.start()
     try:
         alone = {name: await ask(client, name, *case) for name, case in CASES.items()}

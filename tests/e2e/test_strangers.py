@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -10,7 +11,13 @@ import zmq
 
 from cp_shared_kv.engine.codecs import encode
 from cp_shared_kv.engine.lives import Life
-from cp_shared_kv.engine.messages import BatchDone, BeginReplay, RoomConcluded
+from cp_shared_kv.engine.messages import (
+    BatchDone,
+    BeginReplay,
+    Paired,
+    Registered,
+    RoomConcluded,
+)
 from cp_shared_kv.testing.running_cluster import Running
 from cp_shared_kv.transfer.messages import Concluded, Hello, decode
 
@@ -89,6 +96,25 @@ def test_who_takes_the_name_of_a_controller_is_not_heard(served: Running) -> Non
     assert served.post(body).status_code == 200
     stranger.close()
     assert served.post(body).status_code == 200
+
+
+def test_a_group_that_was_never_started_gets_no_request(served: Running) -> None:
+    stranger = zmq.Context.instance().socket(zmq.DEALER)
+    stranger.linger = 0
+    stranger.setsockopt(zmq.IDENTITY, Life("prefill", 7, 1).identity)
+    stranger.connect(served.cluster.spec.endpoints.inbox(Life("server", 0, 1)))
+    stranger.send(encode(Registered()))
+    stranger.send(encode(Paired(decode=str(Life("decode", 0, 1)))))
+    time.sleep(0.3)
+    body = {"model": "demo", "prompt": "which group? ", "max_tokens": 3, "temperature": 0}
+    with ThreadPoolExecutor(16) as pool:
+        answers = list(pool.map(served.post, [body] * 16))
+    assert {answer.status_code for answer in answers} == {200}
+    assert not stranger.poll(0)
+    shown = served.get("/dashboard/state").text
+    assert "prefill-0" in shown
+    assert "prefill-7" not in shown
+    stranger.close()
 
 
 def test_a_group_that_does_not_fit_is_turned_away_and_requests_go_on(served: Running) -> None:

@@ -21,6 +21,7 @@ from cp_shared_kv.engine.messages import (
     DecodeStats,
     Paired,
     PrefillStats,
+    ProcessUp,
     Registered,
     StatsRequest,
     Submit,
@@ -100,6 +101,7 @@ async def client_mutants(requests: int) -> int:
             return [token async for c in client.generate(request) for token in c.token_ids]
 
     for life in (GROUP, DECODE):
+        await client.on_news(ProcessUp(life=str(life), address=address))
         await engine.say(life, Registered())
     starting = asyncio.create_task(client.start())
     await engine.say(GROUP, Paired(decode=str(DECODE)))

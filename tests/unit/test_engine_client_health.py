@@ -164,6 +164,7 @@ def test_a_start_that_can_hear_nothing_ends_with_the_reason(
         try:
             async with asyncio.timeout(20):
                 starting = asyncio.create_task(engine.client.start())
+                await engine.up(GROUP)
                 await engine.prefill.send(encode(prefill_stats(1)))
                 with pytest.raises(RuntimeError, match="a mistake of ours"):
                     await starting

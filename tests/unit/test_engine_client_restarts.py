@@ -124,6 +124,7 @@ def test_a_lost_decode_worker_fails_only_what_has_had_output() -> None:
             await begun
         assert refused.value.kind == "failed"
         back = engine.socket(DECODE.next())
+        await engine.up(DECODE.next())
         await back.send(encode(Registered()))
         await engine.prefill.send(encode(Paired(decode=str(DECODE.next()))))
         again = [await engine.next(Submit) for _ in range(2)]
@@ -164,6 +165,7 @@ def test_a_request_waits_for_the_first_word_of_a_worker_that_its_group_has_named
         await asyncio.sleep(0.02)
         assert not output.done()
         back = engine.socket(DECODE.next())
+        await engine.up(DECODE.next())
         await back.send(encode(Registered()))
         assert (await engine.next(Submit)).decode == str(DECODE.next())
         output.cancel()

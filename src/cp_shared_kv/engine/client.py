@@ -34,6 +34,7 @@ from cp_shared_kv.engine.client_links import ClientLinks
 from cp_shared_kv.engine.client_room import ClientRoom, GoesElsewhere, Lost
 from cp_shared_kv.engine.codecs import FromSupervisor
 from cp_shared_kv.engine.figures import Figures
+from cp_shared_kv.engine.first_words import FirstWord, FirstWords
 from cp_shared_kv.engine.lives import Life
 from cp_shared_kv.engine.messages import (
     Admitted,
@@ -43,7 +44,7 @@ from cp_shared_kv.engine.messages import (
     Flushed,
     Paired,
     PrefillStats,
-    ProcessDown,
+    ProcessUp,
     Registered,
     RoomRefused,
     Submit,
@@ -103,6 +104,7 @@ class ClusterClient:
         """Requests that can be aborted: room and route."""
         self._presence = Presence(time.monotonic())
         self._roster = Roster(self._presence, self._router)
+        self._first_words = FirstWords()
         self._figures = Figures(description.page_size, self._links.send)
         self._recent = RecentPrompts()
         self._outcomes: Counter[Outcome] = Counter(
@@ -279,11 +281,14 @@ class ClusterClient:
     # News -------------------------------------------------------------------------------------
 
     async def on_news(self, news: FromSupervisor) -> None:
-        """The supervisor: a process is gone. Others learn of their end by themselves."""
-        if not isinstance(news, ProcessDown):
-            return
+        """The supervisor: a process is there, or gone. Others learn of their end by themselves."""
         life = Life.parse(news.life)
         if life.role == "server":
+            return
+        if isinstance(news, ProcessUp):
+            self._roster.announced(life)
+            for word in self._first_words.take(life):
+                await self._take(life, word)
             return
         self._roster.lost(life, news.reason, final=news.final)
         self._figures.lost(life)
@@ -298,6 +303,11 @@ class ClusterClient:
             return
         if sender.role == "server":
             raise ProtocolError("a server speaks to a server", value=str(sender))
+        if not self._roster.is_announced(sender):
+            if not isinstance(message, FirstWord):
+                raise ProtocolError("a word of a process nobody announced", value=str(sender))
+            self._first_words.keep(sender, message)
+            return
         await self._roster.heard(sender, time.monotonic())
         match message:
             case Registered():

@@ -370,7 +370,7 @@ class StepDone(_Message, frozen=True, kw_only=True, tag="step_done"):
 
 
 class ProcessUp(_Message, frozen=True, kw_only=True, tag="process_up"):
-    """A life of a decode worker or of the server can be reached at this address."""
+    """A life is there, and can be reached at this address."""
 
     life: LifeName
     address: Address

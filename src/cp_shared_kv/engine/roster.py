@@ -23,6 +23,7 @@ class Roster:
     def __init__(self, presence: Presence, router: Router) -> None:
         self._presence = presence
         self._router = router
+        self._announced: set[Life] = set()
         self._lost: set[Life] = set()
         self._why_lost: dict[str, str] = {}
         """Units that are down, and why."""
@@ -36,6 +37,14 @@ class Roster:
     def is_lost(self, life: Life) -> bool:
         """Whether it is over: what still comes from it does not count."""
         return life in self._lost
+
+    def announced(self, life: Life) -> None:
+        """The supervisor knows it."""
+        self._announced.add(life)
+
+    def is_announced(self, life: Life) -> bool:
+        """Whether it is one of this run's processes, as the supervisor says."""
+        return life in self._announced
 
     async def heard(self, life: Life, now_seconds: float) -> None:
         """A word of a life."""
@@ -62,6 +71,7 @@ class Roster:
         if life not in self._lost:
             self.restarts[life.unit] += not final
         self._lost.add(life)
+        self._announced.discard(life)
         if final:
             self._why_lost.pop(life.unit, None)
         else:

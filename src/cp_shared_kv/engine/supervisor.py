@@ -199,6 +199,9 @@ class Supervisor:
                 unit.listens = True
                 for news in self._reachable():
                     self._links.send(unit.life, news)
+                if unit.life.role == "prefill":  # it seeks out the others; the server must know it
+                    unit.reachable = True
+                    self._tell(self._up(unit.life))
             case "reachable" if is_main:
                 unit.reachable, unit.address = True, report.address
                 self._tell(self._up(unit.life))

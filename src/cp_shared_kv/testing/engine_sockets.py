@@ -20,6 +20,7 @@ from cp_shared_kv.engine.messages import (
     Paired,
     PrefillStats,
     ProcessDown,
+    ProcessUp,
     Registered,
     StatsRequest,
 )
@@ -67,6 +68,8 @@ class Engine:
 
     async def start(self) -> None:
         starting = asyncio.create_task(self.client.start())
+        for life in (GROUP, DECODE):
+            await self.up(life)
         await self.prefill.send(encode(Registered()))
         await self.decode.send(encode(Registered()))
         await asyncio.sleep(0.01)
@@ -101,6 +104,10 @@ class Engine:
             await asyncio.sleep(0.01)
         return await asked
 
+    def up(self, life: Life) -> Awaitable[None]:
+        """The supervisor's word that a process is there."""
+        return self.client.on_news(ProcessUp(life=str(life), address="inproc://it"))
+
     def down(self, life: Life, reason: str = "it was killed") -> Awaitable[None]:
         """The supervisor's word that a process is lost."""
         return self.client.on_news(ProcessDown(life=str(life), reason=reason))
@@ -108,6 +115,7 @@ class Engine:
     async def group_is_back(self) -> zmq.asyncio.Socket:
         """The next life of the prefill group, paired with decode."""
         socket = self.socket(GROUP.next())
+        await self.up(GROUP.next())
         await socket.send(encode(Registered()))
         await socket.send(encode(Paired(decode=str(DECODE))))
         return socket

@@ -104,7 +104,7 @@ class Supervisor:
 
     def _loaded(self, unit: Unit) -> None:
         life = unit.life
-        if life.role == "prefill" or life in self._ending:
+        if life in self._ending:
             return
         self._reachable.add(life)
         for other in self.units:
