@@ -8,7 +8,7 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: FORCE help run serve test check lint types unit property beside rest format soak bench bench-gpu test-gpu test-sglang test-clients clean
+.PHONY: FORCE help run serve test check lint types unit http property beside rest format soak bench bench-gpu test-gpu test-sglang test-clients clean
 .DEFAULT_GOAL := help
 
 help: ## list these commands
@@ -21,16 +21,17 @@ serve: $(VENV)/.engine ## the OpenAI-compatible server on the demo model; ARGS="
 	@$(BIN)/cpkv serve --model-path demo --enable-metrics $(ARGS)
 
 test: lint ## everything that needs no GPU
-	@$(MAKE) --no-print-directory -j2 unit beside
+	@$(MAKE) --no-print-directory -j3 unit http beside
 	@$(MAKE) --no-print-directory -j2 rest $(ALSO)
 
 check: lint ## format, lint, types, layers, docs/api, unit and property tests
-	@$(MAKE) --no-print-directory -j2 unit property
+	@$(MAKE) --no-print-directory -j3 unit http property
 
-# The parts of these two, of their own only so that both cores are used. ALSO names targets that run beside the
+# The parts of these two, of their own only so that two cores are used; those of the server mostly wait. ALSO names targets that run beside the
 # last part, which leaves most of a core idle.
 ALSO ?=
 NO_GPU := -m "not gpu and not soak"
+HTTP := tests/unit/server
 BESIDE := tests/property tests/kernels tests/docs
 
 lint: $(VENV)/.dev
@@ -43,7 +44,10 @@ types: $(VENV)/.dev
 	$(BIN)/pyright
 
 unit: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/unit
+	$(BIN)/python -m pytest tests/unit --ignore $(HTTP)
+
+http: $(VENV)/.dev
+	$(BIN)/python -m pytest $(HTTP)
 
 property: types
 	$(BIN)/python -m pytest tests/property
