@@ -78,7 +78,7 @@ bench-gpu: $(GPU_NEEDS) ## benchmarks on two NVIDIA GPUs; ARGS="--help" lists th
 	$(ON_GPU) -m benchmarks.gpu $(ARGS)
 
 test-gpu: $(GPU_NEEDS) ## tests of kernels, and of reads and transfers between GPUs, on two NVIDIA GPUs
-	@$(ON_GPU) -m cp_shared_kv.testing.gpu 2
+	@$(ON_GPU) -m cp_shared_kv.kernels.needs 2
 	$(ON_GPU) -m pytest tests/kernels tests/gpu $(ARGS)
 	$(ON_GPU) -m pytest -m gpu tests/faults/test_transport_contract.py $(ARGS)
 

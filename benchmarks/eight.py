@@ -33,12 +33,13 @@ import httpx
 from benchmarks import Measurement
 from benchmarks.nvlink import between, nvlink_kib
 from benchmarks.record import RESULTS, record, this_commit
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.cluster import no_progress
 from cp_shared_kv.engine.config_values import KVRead
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 PLAN_TOKENS, PLAN_LAYERS = 237_312, 78
 SPLITS = ("in-seq-split", "round-robin-split")

@@ -16,12 +16,12 @@ import transformers
 
 from benchmarks import Benchmark, Goal, Measurement, Progress
 from benchmarks.one_thread import one_thread
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import ScheduleRun
 from cp_shared_kv.testing.oracle_cases import prompt
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 PROMPT_TOKENS = 4096
 CHUNK_TOKENS = 512

@@ -29,6 +29,8 @@ import torch
 
 from benchmarks import Benchmark, Measurement, Progress
 from benchmarks.oracle_table import EXACT_PAGES, RELATIVE_ERROR_BOUND, is_decided, met, table
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.engine.model_spec import pool_spec
 from cp_shared_kv.model.config import ModelConfig
@@ -45,7 +47,6 @@ from cp_shared_kv.testing.oracle_cases import (
 from cp_shared_kv.testing.rank_pool import RankPool
 from cp_shared_kv.testing.routing_margin import SURE_ROUTING_MARGIN
 from cp_shared_kv.testing.schedule import Schedule
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 SEEDS = (0, 1)
 # One rank first: the others of a case are compared with it.

@@ -6,7 +6,7 @@ import sys
 
 from benchmarks.__main__ import main
 from benchmarks.gpu import RANKS
-from cp_shared_kv.testing.gpu import missing_for_gpus
+from cp_shared_kv.kernels.needs import missing_for_gpus
 
 if __name__ == "__main__":
     missing = missing_for_gpus(RANKS)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.choice import ops_for
 from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import WeightLoader
-from cp_shared_kv.testing.tiny_models import ModelShape
 
 LAYERS = 4
 EXPERTS = 32

@@ -17,7 +17,7 @@ from benchmarks.sglang.comparing import compare
 from benchmarks.sglang.drafts import with_next_token_layer
 from benchmarks.sglang.timing import time_servers
 from benchmarks.sglang.variants import VARIANTS, Variant
-from cp_shared_kv.testing.gpu import missing_for_gpus
+from cp_shared_kv.kernels.needs import missing_for_gpus
 
 REPOSITORY = Path(__file__).parents[2]
 _COMPARED = {

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.testing.running_cluster import Running
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 pytestmark = [pytest.mark.clients, pytest.mark.e2e]
 REQUESTS = 8

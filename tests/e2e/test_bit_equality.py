@@ -9,10 +9,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.cluster import no_progress
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 pytestmark = pytest.mark.e2e
 

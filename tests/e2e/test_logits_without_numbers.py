@@ -11,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.messages import NO_NUMBERS
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 pytestmark = pytest.mark.e2e
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine.api import EngineRefusal, GenerateRequest, Sampling, TokenLogprobs
 from cp_shared_kv.engine.client import ClusterClient
 from cp_shared_kv.engine.cluster import Cluster, no_progress
@@ -24,7 +25,6 @@ from cp_shared_kv.engine.sampling.state import SamplingState, prompt_tokens_for_
 from cp_shared_kv.engine.sampling.wire_params import wire_params
 from cp_shared_kv.server.process import describe
 from cp_shared_kv.testing.running_cluster import CP_SIZE, small_config
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 from cp_shared_kv.testing.transformers_oracle import TransformersOracle
 
 pytestmark = pytest.mark.e2e

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine.cluster import Cluster
 from cp_shared_kv.errors import StartupError
 from cp_shared_kv.testing.running_cluster import small_config
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 pytestmark = pytest.mark.e2e
 

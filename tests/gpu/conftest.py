@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cp_shared_kv.testing.gpu import missing_for_gpus
+from cp_shared_kv.kernels.needs import missing_for_gpus
 from cp_shared_kv.testing.rank_pool import RankPool
 
 

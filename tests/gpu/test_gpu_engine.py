@@ -15,16 +15,17 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.cluster import Cluster, no_progress
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.replay import compare_recordings, replay_replicated
 from cp_shared_kv.errors import CapacityError, ConfigError
+from cp_shared_kv.kernels.needs import missing_for_gpus
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.hopper import lacking_for
-from cp_shared_kv.testing.gpu import missing_for_gpus
 from cp_shared_kv.testing.rank_process import load
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 pytestmark = pytest.mark.gpu
 

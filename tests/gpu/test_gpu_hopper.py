@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.memory.formats.registry import index_format
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.choice import ops_for
 from cp_shared_kv.model.ops.hopper import LEAST_QUERIES, hopper_ops
 from cp_shared_kv.model.ops.interface import AttentionOps
 from cp_shared_kv.model.ops.reference import select_topk
-from cp_shared_kv.testing.tiny_models import ModelShape
 
 pytestmark = pytest.mark.gpu
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from cp_shared_kv.testing.gpu import missing_for_gpus
+from cp_shared_kv.kernels.needs import missing_for_gpus
 from cp_shared_kv.testing.running_cluster import Running, running, small_config
 from cp_shared_kv.testing.transport_ends import TransportKind, in_environment_of, why_not
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.testing.oracle_cases import (
     NEW_TOKENS,
     ORACLE_SHAPES,
@@ -15,7 +16,6 @@ from cp_shared_kv.testing.oracle_cases import (
     prompt,
 )
 from cp_shared_kv.testing.schedule import Schedule
-from cp_shared_kv.testing.tiny_models import make_tiny_checkpoint
 from cp_shared_kv.testing.transformers_oracle import TransformersOracle
 
 

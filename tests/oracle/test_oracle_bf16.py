@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import load_weights
@@ -22,7 +23,6 @@ from cp_shared_kv.testing.model_on_ranks import compute
 from cp_shared_kv.testing.oracle_cases import ORACLE_SHAPES, prompt
 from cp_shared_kv.testing.recording_ops import RecordedSelections
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span
-from cp_shared_kv.testing.tiny_models import make_tiny_checkpoint
 from cp_shared_kv.testing.transformers_oracle import TransformersOracle
 
 TOKENS = prompt(5, 200)

@@ -15,6 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import MLPWeights, load_weights
@@ -24,7 +26,6 @@ from cp_shared_kv.testing.oracle_cases import GLM_FREQUENCY, ORACLE_SIZES, promp
 from cp_shared_kv.testing.recording_ops import RecordedSelections
 from cp_shared_kv.testing.routing_margin import SURE_ROUTING_MARGIN
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 from cp_shared_kv.testing.transformers_oracle import TransformersOracle
 
 WHOLE_BLOCKS = ["deepseek_v32, block fp8", "glm_moe_dsa, block fp8"]

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.model_spec import ModelDescription, describe_model, pool_spec
 from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.layout.capacity import KVCapacity
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.testing.tiny_models import ModelShape
 
 WIDE = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": 128}
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.model_spec import describe_model
 from cp_shared_kv.memory.pool import KVPoolSpec
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
 GLM_5_2 = GlmModelShape(
     num_hidden_layers=78,

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cp_shared_kv.errors import ConfigError
+from cp_shared_kv.kernels.needs import missing_for_gpus
 from cp_shared_kv.layout.ownership import CpSharedKVLayout
 from cp_shared_kv.layout.pages import LogicalPages
 from cp_shared_kv.memory.buffers import PrivateBuffer
@@ -20,7 +21,6 @@ from cp_shared_kv.reads.peer_reader import PeerReader
 from cp_shared_kv.reads.plan import BatchSpan, PagesByOwner, ReadPlan
 from cp_shared_kv.reads.scratch import Scratch
 from cp_shared_kv.reads.selected_rows import SelectedRowsReader
-from cp_shared_kv.testing.gpu import missing_for_gpus
 
 PAGE_SIZE = 16
 

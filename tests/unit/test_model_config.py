@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
 from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.model.config import ModelConfig
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
 
 def config(**changes: Any) -> dict[str, Any]:

@@ -10,12 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_shared_kv.demo_model.block_fp8 import BLOCK_FP8_CONFIG, block_fp8, quantised
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.errors import CheckpointError, ConfigError
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.fp8_weights import dequantised, is_block_fp8, scale_shape
 from cp_shared_kv.model.weights import ModelWeights, load_weights
-from cp_shared_kv.testing.block_fp8 import BLOCK_FP8_CONFIG, block_fp8, quantised
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 
 # 192 rows of q_b_proj and 160 of kv_a_proj: two blocks each, the second cut.
 SHAPE = GlmModelShape(kv_lora_rank=144, indexer={"index_topk_pattern": "FS"}, block_fp8=True)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.moe import MixtureOfExperts, gated_mlp
 from cp_shared_kv.model.weights import MLPWeights, MoEWeights
-from cp_shared_kv.testing.tiny_models import ModelShape
 
 CONFIG = ModelConfig.from_dict(ModelShape().config())  # 8 experts in 4 groups; 2 groups, 2 experts
 HIDDEN = CONFIG.hidden_size

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.model_spec import describe_model
 from cp_shared_kv.errors import ConfigError
@@ -17,7 +19,6 @@ from cp_shared_kv.model.ops import hopper
 from cp_shared_kv.model.ops.choice import check_choice, ops_for
 from cp_shared_kv.model.ops.names import AttentionOpsName
 from cp_shared_kv.model.ops.reference import REFERENCE_OPS, sparse_attention
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 CPU = torch.device("cpu")
 MODEL = ModelConfig.from_dict(

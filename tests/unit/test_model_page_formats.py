@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.model_on_ranks import ScheduleRun
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, in_chunks
-from cp_shared_kv.testing.tiny_models import ModelShape, make_tiny_checkpoint
 
 PAGE_SIZE = 16
 TOKENS = 60  # no more than index_topk: rounding cannot change what is selected

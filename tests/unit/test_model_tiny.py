@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
+from cp_shared_kv.demo_model.byte_tokenizer import END_TOKEN, byte_tokenizer
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
+from cp_shared_kv.demo_model.shapes import ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.errors import ConfigError
 from cp_shared_kv.model.transformer import Transformer
-from cp_shared_kv.testing.byte_tokenizer import END_TOKEN, byte_tokenizer
-from cp_shared_kv.testing.tiny_models import (
-    ModelShape,
-    demo_checkpoint_directory,
-    make_tiny_checkpoint,
-)
 
 LICENSE = Path(__file__).parents[2] / "LICENSE"
 TOKENIZER = byte_tokenizer()

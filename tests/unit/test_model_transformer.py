@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.model import query_blocks
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.ops.interface import AttentionOps
@@ -18,7 +20,6 @@ from cp_shared_kv.model.ops.reference import REFERENCE_OPS
 from cp_shared_kv.model.query_blocks import ON_CPU
 from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.model.weights import load_weights
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 
 SHAPE = ModelShape(index_topk=16, index_n_heads=16)
 TOLERANCE = 2e-6

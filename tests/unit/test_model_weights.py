@@ -12,11 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
+from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.model.config import ModelConfig
 from cp_shared_kv.model.tensor_shapes import tensor_shapes
 from cp_shared_kv.model.weights import ModelWeights, MoEWeights, load_weights
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape, make_tiny_checkpoint
 
 WK = "model.layers.1.self_attn.indexer.wk.weight"
 

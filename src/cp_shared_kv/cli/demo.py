@@ -21,6 +21,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from cp_shared_kv.cli.completion_stream import Completion, stream_completion
 from cp_shared_kv.cli.ownership_picture import ownership_picture
 from cp_shared_kv.cli.stop_signals import on_stop_signals
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine.cluster import Cluster, check_backend
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.engine.config_values import Device, KVRead
@@ -28,7 +29,6 @@ from cp_shared_kv.engine.replay import Comparison, compare_recordings, replay_re
 from cp_shared_kv.errors import CapacityError, CpkvError
 from cp_shared_kv.layout.sequence_split import SplitMode
 from cp_shared_kv.server.serve import open_listener
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 from cp_shared_kv.transfer.transports import TransferBackend
 
 RANKS: dict[Device, tuple[int, int]] = {"cpu": (4, 4096), "cuda": (2, 6144)}

@@ -76,6 +76,6 @@ def join(
 def _with_demo_model(config: JoinConfig) -> JoinConfig:
     if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
         return config
-    from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+    from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 
     return replace(config, model_path=demo_checkpoint_directory())

@@ -27,7 +27,7 @@ def with_model(config: EngineConfig) -> EngineConfig:
     """The config with `--model-path demo` replaced by the built-in demo model's directory."""
     if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
         return config
-    from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
+    from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 
     directory = demo_checkpoint_directory()
     return replace(

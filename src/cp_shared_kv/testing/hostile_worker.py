@@ -12,6 +12,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine.batch import Batch, BatchRequest
 from cp_shared_kv.engine.codecs import TO_RANK, encode
 from cp_shared_kv.engine.config import EngineConfig
@@ -30,7 +31,6 @@ from cp_shared_kv.model.transformer import Transformer
 from cp_shared_kv.reads.group import SoloGroup
 from cp_shared_kv.testing.calls_at_once import CallsAtOnce
 from cp_shared_kv.testing.mutations import Mutator
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 from cp_shared_kv.transfer.codec import pack_int64, unpack_int64
 from cp_shared_kv.transfer.messages import AbortRoom, Acknowledged, OpenRoom
 from cp_shared_kv.transfer.regions import Region

@@ -5,9 +5,9 @@ from __future__ import annotations
 import random
 from typing import Any
 
+from cp_shared_kv.demo_model.shapes import GlmModelShape, ModelShape
 from cp_shared_kv.engine.config_values import KVCacheDtype
 from cp_shared_kv.testing.schedule import PlannedRequest, Schedule, Span, in_chunks
-from cp_shared_kv.testing.tiny_models import GlmModelShape, ModelShape
 
 # Sixteen index heads: with a few, all may be negative for a key, and scores tie at exactly 0.
 ORACLE_SIZES: dict[str, Any] = {"num_hidden_layers": 4, "index_n_heads": 16, "index_topk": 16}

@@ -11,10 +11,10 @@ from typing import Any
 
 import httpx
 
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine.cluster import Cluster
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.server.serve import open_listener
-from cp_shared_kv.testing.tiny_models import demo_checkpoint_directory
 
 PHYSICAL_TOKENS = 1024
 CP_SIZE = 2

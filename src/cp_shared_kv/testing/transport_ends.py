@@ -17,9 +17,9 @@ import torch
 
 from cp_shared_kv.errors import StartupError, TransferError
 from cp_shared_kv.kernels import ALIGNMENT_BYTES
+from cp_shared_kv.kernels.needs import missing_for_gpus
 from cp_shared_kv.memory.buffers import PrivateBuffer
 from cp_shared_kv.testing.faulty_transport import Faults, FaultyTransport
-from cp_shared_kv.testing.gpu import missing_for_gpus
 from cp_shared_kv.testing.transport_peer import (
     Environment,
     Gpus,

@@ -10,11 +10,11 @@ import httpx
 import openai
 import pytest
 
+from cp_shared_kv.demo_model.byte_tokenizer import byte_tokenizer
 from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.server.chat_template import ChatTemplate
 from cp_shared_kv.server.settings import ServerSettings
 from cp_shared_kv.server.tokenizer import Tokenizer
-from cp_shared_kv.testing.byte_tokenizer import byte_tokenizer
 from cp_shared_kv.testing.fake_engine import DESCRIPTION, FakeEngine
 from cp_shared_kv.testing.live_server import LiveServer, start_server
 
