@@ -7,6 +7,7 @@ computed into it last. So each batch shows whether the pages it builds on hold w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import numpy as np
 from hypothesis import HealthCheck, settings
@@ -53,6 +54,11 @@ class ModelRoom:
     @property
     def pages(self) -> int:
         return -(-len(self.prompt) // PAGE_SIZE)
+
+
+def tokens_in_common(a: Prompt, b: Prompt) -> int:
+    """Length of the beginning that both have."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 class SchedulerMachine(RuleBasedStateMachine):
@@ -163,10 +169,25 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         batch, admitted = planned
         for request in admitted:
-            assert request.room == self.reservations.pop(0)
+            self.check_whom_it_passed(request, batch)
+            self.reservations.remove(request.room)
             self.check_admission(request)
         self.check_batch(batch)
         self.busy = set(range(self.cp_size))
+
+    def check_whom_it_passed(self, request: PrefillRequest, batch: Batch) -> None:
+        """They have a page in common with what this batch computes, and it ends in this batch."""
+        before = self.reservations[: self.reservations.index(request.room)]
+        parts = {part.room: part for part in batch.requests}
+        assert not before or parts[request.room].last
+        for name in before:
+            shared = [
+                tokens_in_common(self.rooms[name].prompt, self.rooms[room].prompt)
+                for room, part in parts.items()
+                if part.new_tokens >= PAGE_SIZE or part.prefix_tokens
+            ]
+            assert self.pool.prefix_caching
+            assert max(shared) >= PAGE_SIZE
 
     def check_admission(self, request: PrefillRequest) -> None:
         room = self.rooms[request.room]

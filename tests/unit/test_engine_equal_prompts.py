@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from cp_shared_kv.engine.scheduler import MOST_PASSED
 from cp_shared_kv.testing.scheduled_group import Group, prompt, shares
 
 
@@ -11,9 +12,46 @@ def test_a_prompt_waits_for_the_batch_that_computes_most_of_it() -> None:
     group = Group(physical_pages=20, chunk_tokens=100)
     for room, own in enumerate(((1, 2, 3), (4, 5, 6), (7, 8, 9)), start=1):
         group.open(room, [*prompt(1, 8), *own])
-    group.open(4, prompt(2, 4))  # waits with those before it
     assert shares(group.run()) == [(1, 0, 11)]
-    assert shares(group.run()) == [(2, 8, 3), (3, 8, 3), (4, 0, 4)]
+    assert shares(group.run()) == [(2, 8, 3), (3, 8, 3)]
+
+
+def test_who_ends_in_the_batch_passes_those_that_wait_for_it() -> None:
+    group = Group(physical_pages=40, chunk_tokens=100)
+    for room, length in ((1, 13), (2, 17), (3, 21)):
+        group.open(room, prompt(1, length))  # each goes on where the one before it ends
+    group.open(4, prompt(2, 4))
+    assert shares(group.run()) == [(1, 0, 13), (4, 0, 4)]
+    assert shares(group.run()) == [(2, 12, 5), (3, 12, 9)]
+
+
+def test_who_would_go_on_after_the_batch_passes_nobody() -> None:
+    group = Group(physical_pages=80, chunk_tokens=24)
+    group.open(1, prompt(1, 9))
+    group.open(2, prompt(1, 9))
+    group.open(3, prompt(3, 40))
+    assert shares(group.run()) == [(1, 0, 9)]
+    assert shares(group.run()) == [(2, 8, 1), (3, 0, 23)]
+
+
+def test_who_scratch_cannot_hold_in_the_batch_passes_nobody() -> None:
+    group = Group(physical_pages=80, chunk_tokens=24, max_prefix_pages=2)
+    group.cache(9, prompt(3, 12))
+    group.open(1, prompt(1, 9))
+    group.open(2, prompt(1, 9))
+    group.open(3, [*prompt(3, 12), 1])
+    assert shares(group.run()) == [(1, 0, 9)]
+    assert shares(group.run()) == [(2, 8, 1)]
+    assert shares(group.run()) == [(3, 12, 1)]
+
+
+def test_so_many_are_passed_and_no_more() -> None:
+    group = Group(physical_pages=200, chunk_tokens=400)
+    for room in range(1, MOST_PASSED + 3):
+        group.open(room, prompt(1, 9))
+    group.open(100, prompt(2, 4))
+    assert shares(group.run()) == [(1, 0, 9)]
+    assert len(shares(group.run())) == MOST_PASSED + 2
 
 
 @pytest.mark.parametrize(("own_tokens", "waits"), [(8, True), (9, False)])

@@ -13,12 +13,16 @@ import numpy as np
 import numpy.typing as npt
 
 from cp_shared_kv.engine.batch import Batch, BatchRequest
+from cp_shared_kv.engine.batch_draft import BatchDraft
 from cp_shared_kv.engine.request import PrefillRequest, Stage
 from cp_shared_kv.errors import InvariantError, ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
-from cp_shared_kv.memory.prefix_cache import common_pages, key_rows
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom
+
+MOST_PASSED = 16
+"""So many requests may wait for a batch that they would else compute again, and be passed by
+others; each is looked at again with every batch."""
 
 
 class PrefillScheduler:
@@ -136,27 +140,35 @@ class PrefillScheduler:
     def next_batch(self) -> tuple[Batch, list[PrefillRequest]] | None:
         """The next forward pass and the requests it admits, or None while there is none to run.
 
-        One batch is in flight at a time. Running requests come first, then admissions; nobody is
-        admitted past one that has to wait: for pages, or for this batch, which computes most of
-        what it needs itself.
+        One batch is in flight at a time. Running requests come first, then admissions. Nobody is
+        admitted past one that waits for pages, and past one that waits for this batch, since others
+        in it compute at least half of what it lacks, only who ends in this batch.
         """
         if self._in_flight is not None:
             return None
-        share = _BatchShare(self._chunk_tokens, self._max_prefix_pages)
+        draft = BatchDraft(self._chunk_tokens, self._max_prefix_pages)
         for room in self._prefilling:
-            self._choose(self._requests[room], share)
+            self._choose(self._requests[room], draft)
         admitted: list[PrefillRequest] = []
-        while self._admission_queue and share.takes_all_of(self._prefilling):
-            request = self._requests[self._admission_queue[0]]
-            if self._is_mostly_computed_by(share, request) or not self._admit(request):
+        waiting = 0
+        for request in [self._requests[room] for room in self._admission_queue]:
+            if not draft.has_room_after(self._prefilling) or waiting > MOST_PASSED:
                 break
-            self._admission_queue.pop(0)
+            cached_pages = self.pool.match(self._usable_keys(request))
+            if self._is_worth_waiting(request, cached_pages, draft):
+                waiting += 1
+                continue
+            if waiting and not self._ends_in(draft, request, cached_pages):
+                break
+            if not self._admit(request):
+                break
+            self._admission_queue.remove(request.room)
             self._prefilling.append(request.room)
             admitted.append(request)
-            self._choose(request, share)
-        if not share.chosen:
+            self._choose(request, draft)
+        if not draft.chosen:
             return None
-        batch = self._build(share.chosen)
+        batch = self._build(draft.chosen)
         self._in_flight = batch
         return batch, admitted
 
@@ -196,22 +208,31 @@ class PrefillScheduler:
                 "rooms that hold pages are not the running ones",
                 value=sorted(set(self.pool.rooms) ^ holding),
             )
+        computing = [r.room for r in self._requests.values() if r.stage is Stage.PREFILLING]
+        if sorted(self._prefilling) != sorted(computing):
+            raise InvariantError("the rooms that batches are made of are not the computing ones")
         queue = {r.room for r in self._requests.values() if r.stage is Stage.RESERVED}
         if set(self._admission_queue) != queue or len(self._admission_queue) != len(queue):
             raise InvariantError("the admission queue is not the reserved requests")
 
     # Steps ------------------------------------------------------------------------------------
 
-    def _is_mostly_computed_by(self, share: _BatchShare, request: PrefillRequest) -> bool:
+    def _is_worth_waiting(
+        self, request: PrefillRequest, cached_pages: int, draft: BatchDraft
+    ) -> bool:
         """Whether others in a batch compute at least half of what a request lacks: one batch later
         it finds that in the cache."""
         if not self.pool.prefix_caching:
             return False
-        usable = self._usable_keys(request)
-        soon = max(share.pages_in_common(usable, self.pool.page_size), default=0)
-        cached = self.pool.match(usable)
-        lacking = request.prompt_tokens - cached * self.pool.page_size
-        return 2 * (soon - cached) * self.pool.page_size >= lacking
+        page_size = self.pool.page_size
+        soon = max(draft.pages_in_common(self._usable_keys(request), page_size), default=0)
+        lacking = request.prompt_tokens - cached_pages * page_size
+        return 2 * (soon - cached_pages) * page_size >= lacking
+
+    def _ends_in(self, draft: BatchDraft, request: PrefillRequest, cached_pages: int) -> bool:
+        """Whether a batch computes the whole request: it then holds up nobody in the next one."""
+        lacking = request.prompt_tokens - cached_pages * self.pool.page_size
+        return draft.holds_whole(lacking, cached_pages)
 
     def _usable_keys(self, request: PrefillRequest) -> npt.NDArray[np.void]:
         # A full hit still computes the last token: its logits choose the first output token.
@@ -231,10 +252,10 @@ class PrefillScheduler:
         self.cached_tokens_total += request.cached_tokens
         return True
 
-    def _choose(self, request: PrefillRequest, share: _BatchShare) -> None:
+    def _choose(self, request: PrefillRequest, draft: BatchDraft) -> None:
         assert request.logical_pages is not None
         prefix_pages = -(-request.computed_tokens // self.pool.page_size)
-        share.offer(request, request.logical_pages[:prefix_pages])
+        draft.add_what_fits(request, request.logical_pages[:prefix_pages])
 
     def _build(self, chosen: list[tuple[PrefillRequest, int]]) -> Batch:
         page_size = self.pool.page_size
@@ -283,42 +304,3 @@ class PrefillScheduler:
         self._publish(request)  # stopped early: what was computed still serves the next prompt
         self.pool.release(request.room)
         return self._requests.pop(request.room)
-
-
-class _BatchShare:
-    """Who takes part in one batch, with how many new tokens, while tokens and scratch last."""
-
-    def __init__(self, chunk_tokens: int, max_prefix_pages: int) -> None:
-        self.chosen: list[tuple[PrefillRequest, int]] = []
-        self._tokens_left = chunk_tokens
-        self._max_prefix_pages = max_prefix_pages
-        self._prefixes: list[npt.NDArray[np.int64]] = []
-
-    def takes_all_of(self, rooms: list[int]) -> bool:
-        """Whether nobody had to wait so far and there are tokens for one more."""
-        return len(self.chosen) == len(rooms) and self._tokens_left > 0
-
-    def pages_in_common(self, page_keys: npt.NDArray[np.void], page_size: int) -> Iterator[int]:
-        """For each in this batch: the leading pages of a prompt that it has once this is done."""
-        wanted = key_rows(page_keys)
-        for request, take in self.chosen:
-            computed = (request.computed_tokens + take) // page_size
-            yield common_pages(wanted, key_rows(request.page_keys[:computed]))
-
-    def offer(self, request: PrefillRequest, prefix_pages: npt.NDArray[np.int64]) -> None:
-        """Take as much of a request as fits; nothing if its prefix would overflow scratch."""
-        if not self._tokens_left or not self._holds(prefix_pages):
-            return
-        self._prefixes.append(prefix_pages)
-        take = min(self._tokens_left, request.remaining_tokens)
-        self._tokens_left -= take
-        self.chosen.append((request, take))
-
-    def _holds(self, prefix_pages: npt.NDArray[np.int64]) -> bool:
-        if not self.chosen:
-            return True
-        together = [*self._prefixes, prefix_pages]
-        if sum(map(len, together)) <= self._max_prefix_pages:
-            return True
-        # Pages that several prefixes share lie in scratch once. Sorted only when it matters.
-        return len(np.unique(np.concatenate(together))) <= self._max_prefix_pages
