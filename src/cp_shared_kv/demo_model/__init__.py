@@ -1,1 +1,1 @@
-"""The model of `--model-path demo`: tiny, with random weights, one token a byte."""
+"""Tiny models with random weights: that of `--model-path demo`, and others to try code on."""
