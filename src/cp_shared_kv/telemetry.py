@@ -234,7 +234,7 @@ NUM_REQUESTS_TOTAL = _counter(
 NUM_ABORTED_REQUESTS_TOTAL = _counter(
     "sglang:num_aborted_requests_total",
     "requests",
-    "Requests whose client went away.",
+    "Requests ended early: client gone, /abort_request or timeout.",
     vllm="vllm:request_success_total with `finished_reason` abort",
 )
 REQUESTS_TOTAL = _counter(
