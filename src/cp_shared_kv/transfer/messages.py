@@ -119,7 +119,7 @@ class Hello(_Message, frozen=True, kw_only=True, tag="hello"):
 
 
 class Offer(_RoomMessage, frozen=True, kw_only=True, tag="offer"):
-    """A prompt at the head of prefill's queue; Reserve, sooner or later, or Declined answers it."""
+    """A prompt that has come to prefill; Reserve, sooner or later, or Declined answers it."""
 
     token_ids: bytes
     """int64, the whole prompt: decode matches it with what it already holds."""

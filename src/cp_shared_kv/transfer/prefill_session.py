@@ -57,8 +57,8 @@ class PrefillSession:
     """The sending side of a room at one rank.
 
     `epoch` is this rank's life and `peer_epoch` decode's; messages of any other are refused.
-    A rank that is told to stop a room it never opened makes a session with an empty reservation
-    and aborts it: that concludes the room, as every rank must.
+    Made with an empty reservation and aborted, it concludes a room that this rank never opened.
+    The engine opens each room at all ranks before it stops it, and has no need of that.
 
     Positions that decode holds already (below `reservation.first_position`) are dropped; one
     past the end, or in two chunks, fails the room before anything is submitted.
