@@ -155,7 +155,8 @@ class EngineDescription:
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillGroupStats:
-    """Figures of one prefill group; what ends in `_total` only grows within one life of it.
+    """Figures of one prefill group; what ends in `_total` counts all its lives that this front end
+    has heard of, and only grows.
 
     Sequences run over its CP ranks.
     """
@@ -187,7 +188,7 @@ class PrefillGroupStats:
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeWorkerStats:
-    """Figures of one decode worker; what ends in `_total` only grows within one life of it."""
+    """Figures of one decode worker; what ends in `_total` counts as for `PrefillGroupStats`."""
 
     index: int
     used_tokens: int

@@ -79,7 +79,7 @@ class EngineConfig:
     shared out, up to four contexts a rank."""
 
     decode_max_total_tokens: int | None = None
-    """KV tokens of the decode worker; by default the logical tokens of the prefill group."""
+    """KV tokens of each decode worker; by default the logical tokens of a prefill group."""
 
     max_running_requests: int = 64
     """Requests that may decode at once."""

@@ -16,7 +16,8 @@ from cp_shared_kv.transfer.transports import TransferBackend
 Device = Literal["cpu", "cuda"]
 KVRead = Literal["auto", "pull", "push", "collective", "sparse"]
 KVReader = Literal["pull", "push", "collective", "sparse", "cheapest", "local"]
-"""The read paths that there are; `cheapest` takes pull, push or sparse for each batch."""
+"""The read paths that there are. `cheapest` takes pull, push or sparse for each batch; `local` is
+that of a rank which has every page itself."""
 READ_IN_BLOCKS: tuple[KVReader, ...] = ("sparse", "cheapest")
 """Those that need no scratch for a whole prefix."""
 KVTransportName = TransferBackend | Literal["cuda_ipc"]

@@ -157,7 +157,7 @@ class DecodeEngine:
                 self._carry_out(message.room, room.session.receive(message))
 
     def cancel(self, name: int, reason: str) -> None:
-        """The client went away. A room that is still prefill's concern ends there as well."""
+        """The server wants no more of it. A room that is still prefill's concern ends there too."""
         room = self._rooms.get(name)
         if room is None:
             return
@@ -175,8 +175,8 @@ class DecodeEngine:
             self._stop(name)
 
     def peer_dead(self, peer: PrefillPeer, reason: str) -> None:
-        """Every process of a prefill group was reaped. What has all its pages goes on; the server
-        knows which of the others prefill had not begun, and sends them elsewhere."""
+        """Every process of a prefill group was reaped. What has all its pages and its first token
+        goes on; the server sends the others elsewhere, as it has had no token of them."""
         reason = as_reason(reason)
         for name in [name for name in self._waiting if self._rooms[name].peer is peer]:
             self._stop(name)  # the server offers it to another group

@@ -160,7 +160,7 @@ class DecodeWorker:
                 raise ProtocolError("only a replay sends this", value=type(message).__name__)
 
     def on_server(self, message: msgspec.Struct) -> None:
-        """The server asks for figures, or a client went away; requests go to the controllers."""
+        """The server asks for figures, or cancels a room; requests go to the controllers."""
         match message:
             case StatsRequest():
                 self._to_server(self.engine.stats(message.ticket))

@@ -61,7 +61,8 @@ class Submit(_Message, frozen=True, kw_only=True, tag="submit"):
 
 
 class Cancel(_Message, frozen=True, kw_only=True, tag="cancel"):
-    """The client went away. To the room's controller, or to decode if that one is gone."""
+    """The server wants no more of a room: its client has all it wants or is gone, or the request
+    begins again under another number. To the room's controller and its decode worker."""
 
     room: RoomId
 

@@ -132,7 +132,7 @@ class PrefillController:
     # From the server --------------------------------------------------------------------------
 
     def on_server(self, message: FromServer) -> None:
-        """A new prompt, a client gone, a question, or the cache is to go."""
+        """A new prompt, a room that is cancelled, a question, or the cache is to go."""
         match message:
             case Submit():
                 self._submit(message)

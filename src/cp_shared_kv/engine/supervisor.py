@@ -129,7 +129,7 @@ class Supervisor:
 
     def retire(self, unit: str) -> None:
         """Stop a unit's main process for good. Nobody is told; what is left of the unit is not
-        started again."""
+        started again, and its end is that of the run."""
         with self._lock:
             self._retired.add(unit)
             self._restarts.cancel(unit)
