@@ -1,6 +1,7 @@
 """What a machine lacks for the work on GPUs, in one sentence.
 
-`python -m cp_shared_kv.kernels.needs 2` prints it and exits with 1, or with 0 where nothing is.
+`python -m cp_shared_kv.kernels.needs 2` prints it and exits with 1, or with 0 where nothing is
+missing.
 """
 
 from __future__ import annotations

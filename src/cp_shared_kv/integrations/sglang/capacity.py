@@ -106,7 +106,7 @@ def resolve(original, self, pre_model_load_memory):
 
 
 def report_pool(capacity: KVCapacity) -> None:
-    """The first of the plan's two lines at startup."""
+    """The first of two lines at startup, which docs/sglang.md shows: what has been built."""
     _log.info(
         "CP shared KV enabled. physical_tokens_per_rank=%d, logical_tokens=%d, cp_size=%d, "
         "shard_policy=page_interleaved",
