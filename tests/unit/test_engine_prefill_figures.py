@@ -60,7 +60,6 @@ def test_the_figures_are_those_of_the_pool_and_the_ranks() -> None:
     assert stats.sent_bytes_total == [100, 101]
     assert stats.scratch_bytes == [10, 20]
     assert stats.read_bytes_total == [1000, 2000]
-    assert stats.failed_rooms_total == 0
 
 
 def test_a_flush_drops_what_no_request_uses_and_tells_how_much() -> None:

@@ -135,6 +135,4 @@ def test_a_prompt_whose_logits_are_no_numbers_fails_alone(
         group.conclude(2, rank)
     assert group.take() == [("server", refused(1, NO_NUMBERS))]
     assert f"room 1: {NO_NUMBERS}" in caplog.text
-    stats = group.stats()
-    assert stats.failed_rooms_total == 1
-    assert stats.cached_tokens == PAGE_SIZE  # room 2's alone
+    assert group.stats().cached_tokens == PAGE_SIZE  # room 2's alone

@@ -236,15 +236,12 @@ class DecodeEngine:
 
     def stats(self, ticket: int) -> DecodeStats:
         """Figures of this worker, in tokens."""
-        page = self._pool.page_size
         return DecodeStats(
             ticket=ticket,
-            available_tokens=self._pool.available_pages * page,
-            used_tokens=self._pool.locked_pages * page,
+            used_tokens=self._pool.locked_pages * self._pool.page_size,
             waiting=len(self._waiting),
             running=len(self._running),
             generated_tokens_total=self._running.generated_total,
-            finished_total=self._running.finished_total,
             failed_rooms_total=self.failed_total,
         )
 

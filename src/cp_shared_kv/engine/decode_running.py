@@ -52,7 +52,6 @@ class RunningRooms:
         self._rooms: dict[int, DecodeRoom] = {}
         self._next_batch_id = 0
         self.generated_total = 0
-        self.finished_total = 0
 
     def __len__(self) -> int:
         return len(self._rooms)
@@ -105,7 +104,6 @@ class RunningRooms:
 
     def _finish(self, last: Tokens) -> None:
         self._publish(self._rooms.pop(last.room))
-        self.finished_total += 1
         self._to_server(last)
         self._release(last.room)
 

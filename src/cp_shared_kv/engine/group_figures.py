@@ -21,7 +21,6 @@ class GroupFigures:
         self._sent_bytes = [0] * cp_size
         self._scratch_bytes = [0] * cp_size
         self._read_bytes = [0] * cp_size
-        self.failed_rooms = 0
 
     def computed(self, message: BatchDone) -> None:
         """A rank has run a batch."""
@@ -57,7 +56,6 @@ class GroupFigures:
             sent_bytes_total=list(self._sent_bytes),
             read_bytes_total=list(self._read_bytes),
             scratch_bytes=list(self._scratch_bytes),
-            failed_rooms_total=self.failed_rooms,
         )
 
 

@@ -155,7 +155,6 @@ class PrefillStats(_Message, frozen=True, kw_only=True, tag="prefill_stats"):
     sent_bytes_total: list[Number]
     read_bytes_total: list[Number]
     scratch_bytes: list[Bytes]
-    failed_rooms_total: Number
 
     def __post_init__(self) -> None:
         ranks = {
@@ -176,12 +175,10 @@ class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
     """Figures of a decode worker."""
 
     ticket: Number
-    available_tokens: Count
     used_tokens: Count
     waiting: Count
     running: Count
     generated_tokens_total: Number
-    finished_total: Number
     failed_rooms_total: Number
 
 

@@ -96,9 +96,7 @@ class PrefillController:
             epoch=epoch,
         )
         self._figures = GroupFigures(limits.cp_size)
-        self._ends = RequestEnds(
-            self.scheduler, self._figures, to_server=to_server, to_ranks=to_ranks
-        )
+        self._ends = RequestEnds(self.scheduler, to_server=to_server, to_ranks=to_ranks)
         self._reports = RankReports(self.scheduler, limits.cp_size)
         self._rank_states = RankStates(lambda room: self.scheduler.get(room) is not None)
         self._max_queued = config.max_queued_requests

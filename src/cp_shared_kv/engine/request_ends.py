@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import msgspec
 
-from cp_shared_kv.engine.group_figures import GroupFigures
 from cp_shared_kv.engine.messages import DisconnectDecode, RoomRefused
 from cp_shared_kv.engine.pairing import DecodePeer
 from cp_shared_kv.engine.request import PrefillRequest
@@ -17,13 +16,10 @@ Send = Callable[[msgspec.Struct], None]
 
 
 class RequestEnds:
-    """Stops requests of `scheduler`; those that failed are counted in `figures`."""
+    """Stops requests of `scheduler`."""
 
-    def __init__(
-        self, scheduler: PrefillScheduler, figures: GroupFigures, *, to_server: Send, to_ranks: Send
-    ) -> None:
+    def __init__(self, scheduler: PrefillScheduler, *, to_server: Send, to_ranks: Send) -> None:
         self._scheduler = scheduler
-        self._figures = figures
         self._to_server, self._to_ranks = to_server, to_ranks
 
     def abort(self, room: int, reason: str) -> None:
@@ -76,5 +72,4 @@ class RequestEnds:
             self._refuse(request.room, request.failure)
 
     def _refuse(self, room: int, reason: str) -> None:
-        self._figures.failed_rooms += 1
         self._to_server(RoomRefused(room=room, kind="failed", reason=reason))

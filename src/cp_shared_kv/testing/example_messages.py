@@ -114,16 +114,13 @@ PREFILL_STATS = engine.PrefillStats(
     sent_bytes_total=[10, 20],
     read_bytes_total=[30, 40],
     scratch_bytes=[7, 7],
-    failed_rooms_total=0,
 )
 DECODE_STATS = engine.DecodeStats(
     ticket=1,
-    available_tokens=60,
     used_tokens=20,
     waiting=3,
     running=4,
     generated_tokens_total=50,
-    finished_total=6,
     failed_rooms_total=7,
 )
 ENGINE_MESSAGES: list[msgspec.Struct] = [

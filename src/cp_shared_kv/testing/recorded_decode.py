@@ -65,8 +65,9 @@ class Decode(RecordedSends):
     ) -> None:
         super().__init__(lambda: self.engine.check_invariants())
         self.runner = NextNumbers()
+        self.pool = LogicalPool(KVCapacity(pages, PAGE_SIZE, 1), prefix_caching=False)
         self.engine = DecodeEngine(
-            LogicalPool(KVCapacity(pages, PAGE_SIZE, 1), prefix_caching=False),
+            self.pool,
             self.runner,  # type: ignore[arg-type]
             epoch=EPOCH,
             cp_size=CP_SIZE,
@@ -170,7 +171,7 @@ class Decode(RecordedSends):
 
     @property
     def free_tokens(self) -> int:
-        return self.engine.stats(1).available_tokens
+        return self.pool.available_pages * PAGE_SIZE
 
 
 def tokens(room: int, *ids: int, end: FinishReason | None = None) -> Tokens:
