@@ -42,6 +42,7 @@ def test_the_pages_of_a_stopped_room_are_free_when_no_rank_can_write_them() -> N
     decode.engine.on_transfer(decode.peer, Quiesced(**FROM_PREFILL, room=1, rank=1))
     assert decode.free_tokens == 40
     assert decode.taken(RoomRefused) == []  # it was said once
+    assert decode.engine.stats(1).failed_transfers_total == 0  # nobody wanted it any more
 
 
 def test_a_failed_rank_fails_the_room_and_prefill_is_told_to_stop_it() -> None:
@@ -55,7 +56,7 @@ def test_a_failed_rank_fails_the_room_and_prefill_is_told_to_stop_it() -> None:
     assert ("server", RoomRefused(room=1, kind="failed", reason="the wire broke")) in sent
     assert decode.free_tokens == 40
     assert not decode.engine.has_work
-    assert decode.engine.stats(1).failed_rooms_total == 1
+    assert decode.engine.stats(1).failed_transfers_total == 1
 
 
 def test_pages_of_a_failed_room_are_not_given_to_the_next_before_they_are_quiet() -> None:

@@ -44,6 +44,7 @@ def test_what_a_lost_group_has_sent_in_full_goes_on_and_the_rest_fails_with_the_
         RoomRefused(room=n, kind="unavailable", reason="prefill-0 was killed") for n in (2, 3)
     ]
     assert decode.take() == [("server", message) for message in refused]
+    assert decode.engine.stats(1).failed_transfers_total == 1  # all pages of the third had come
     assert [one.token_ids for one in decode.steps()] == [[11], [12]]
     assert decode.free_tokens == 14 * PAGE_SIZE
     assert decode.engine.open_rooms == 0

@@ -63,6 +63,7 @@ def test_what_can_never_fit_is_declined_and_holds_up_nobody() -> None:
         (Declined, 3),
         (Reserve, 4),
     ]
+    assert decode.engine.stats(1).failed_transfers_total == 1
 
 
 def test_a_decline_names_the_room_and_the_reason() -> None:

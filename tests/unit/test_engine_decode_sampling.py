@@ -101,5 +101,5 @@ def test_a_request_whose_logits_are_no_numbers_fails_alone(
     output = [m for m in told if isinstance(m, Tokens)] + decode.steps()
     assert [m.token_ids for m in output if m.room == 1] == [[POISON - 1], [POISON]]
     assert [m.token_ids for m in output if m.room == 2] == [[token] for token in range(11, 16)]
-    assert decode.engine.failed_total == 1
+    assert decode.engine.stats(1).failed_transfers_total == 0  # its pages had all come
     assert decode.free_tokens == 10 * PAGE_SIZE

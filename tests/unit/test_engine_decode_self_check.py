@@ -63,6 +63,7 @@ def test_a_damaged_page_is_named_and_fails_its_request_alone() -> None:
         refusal.reason
     )
     assert "0x00000007, sent with 0x00000008" in refusal.reason
+    assert decode.engine.stats(1).failed_transfers_total == 1
     decode.send_all(2, checksum=7)
     assert [one.room for one in decode.steps()] == [2, 2, 2, 2]
     assert decode.free_tokens == 10 * PAGE_SIZE

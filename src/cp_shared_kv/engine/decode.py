@@ -94,7 +94,7 @@ class DecodeEngine:
             release=self._release,
             fail=self._fail,
         )
-        self.failed_total = 0
+        self.failed_transfers_total = 0
 
     # Events -----------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class DecodeEngine:
             waiting=len(self._waiting),
             running=len(self._running),
             generated_tokens_total=self._running.generated_total,
-            failed_rooms_total=self.failed_total,
+            failed_transfers_total=self.failed_transfers_total,
         )
 
     def check_invariants(self) -> None:
@@ -265,6 +265,7 @@ class DecodeEngine:
         for room, answer in self._waiting.answers():
             if isinstance(answer, Declined):
                 del self._rooms[answer.room]
+                self.failed_transfers_total += 1
             else:
                 self._record(answer)
             room.peer.to_controller(answer)
@@ -288,7 +289,7 @@ class DecodeEngine:
                 case Covered():
                     self._covered(name)
                 case RoomFailed():
-                    self.failed_total += not self._rooms[name].stopped
+                    self.failed_transfers_total += not self._rooms[name].stopped
                     self._to_server(RoomRefused(room=name, kind=failed_as, reason=action.reason))
                 case FreePages():
                     self._release(name)
@@ -301,12 +302,12 @@ class DecodeEngine:
         if damage is None:
             self._start_if_ready(name)
         else:
+            self.failed_transfers_total += 1
             self._fail(name, damage)
 
     def _fail(self, name: int, reason: str, kind: RefusalKind = "failed") -> None:
         """End a covered room with an error. Its pages are not kept for other prompts."""
         logger.error("room %d: %s", name, reason)
-        self.failed_total += 1
         self._to_server(RoomRefused(room=name, kind=kind, reason=reason))
         self._release(name)
 

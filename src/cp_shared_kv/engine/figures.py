@@ -211,7 +211,7 @@ def group_stats(
 def worker_stats(life: Life, told: DecodeStats, totals: Totals) -> DecodeWorkerStats:
     """One decode worker's figures as a front end sees them."""
     total = totals.joined(
-        life, Counter(generated=told.generated_tokens_total, failed=told.failed_rooms_total)
+        life, Counter(generated=told.generated_tokens_total, failed=told.failed_transfers_total)
     )
     return DecodeWorkerStats(
         index=life.index,

@@ -179,7 +179,7 @@ class DecodeStats(_Message, frozen=True, kw_only=True, tag="decode_stats"):
     waiting: Count
     running: Count
     generated_tokens_total: Number
-    failed_rooms_total: Number
+    failed_transfers_total: Number
 
 
 class ToldPageMap(_Message, frozen=True, kw_only=True, tag="page_map"):

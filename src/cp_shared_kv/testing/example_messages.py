@@ -121,7 +121,7 @@ DECODE_STATS = engine.DecodeStats(
     waiting=3,
     running=4,
     generated_tokens_total=50,
-    failed_rooms_total=7,
+    failed_transfers_total=7,
 )
 ENGINE_MESSAGES: list[msgspec.Struct] = [
     engine.Submit(
