@@ -36,6 +36,19 @@ def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     assert group.controller.scheduler.get(1) is None
 
 
+def test_a_rank_that_has_done_a_batch_twice_is_refused_and_its_first_word_stands() -> None:
+    group = Controller()
+    batch = group.start(1, tokens=4)
+    group.done(batch, 0, (1, 42))
+    group.take()
+    for again in ([(1, 42)], [(1, 43)]):
+        with pytest.raises(ProtocolError, match="done a batch twice"):
+            group.done(batch, 0, *again)
+    assert group.take() == []
+    group.done(batch, 1)
+    assert group.taken(FirstToken) == [FirstToken(**TO_DECODE, room=1, token_id=42)]
+
+
 @pytest.mark.parametrize(
     "life",
     [{"epoch": DECODE_EPOCH - 1, "peer_epoch": EPOCH}, {"epoch": DECODE_EPOCH, "peer_epoch": 99}],

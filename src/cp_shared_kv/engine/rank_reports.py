@@ -18,7 +18,7 @@ class RankReports:
         self._done: dict[int, BatchDone] = {}
 
     def check_rank(self, rank: int) -> None:
-        """Whether there is such a rank."""
+        """ProtocolError unless there is such a rank."""
         if not 0 <= rank < self._cp_size:
             raise ProtocolError(
                 "message of a rank that does not exist",
@@ -31,6 +31,8 @@ class RankReports:
         running = self._scheduler.in_flight
         if running is None or running.batch_id != message.batch_id:
             raise ProtocolError("a batch is done that is not in flight", value=message.batch_id)
+        if message.rank in self._done:
+            raise ProtocolError("a rank has done a batch twice", value=message.rank)
         self._done[message.rank] = message
         if len(self._done) < self._cp_size:
             return []
