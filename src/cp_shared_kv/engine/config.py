@@ -20,6 +20,7 @@ from cp_shared_kv.engine.config_values import (
     LogLevel,
     RouterPolicy,
     check_values,
+    flag,
 )
 from cp_shared_kv.engine.control_keys import ControlKeys
 from cp_shared_kv.engine.host_address import check_host
@@ -212,6 +213,14 @@ class EngineConfig:
         return self.served_model_name or Path(os.path.abspath(self.model_path)).name
 
     def _check_combinations(self) -> None:
+        for name in ("max_total_tokens", "decode_max_total_tokens"):
+            tokens: int | None = getattr(self, name)
+            if tokens is not None and tokens < self.page_size:
+                raise ConfigError(
+                    f"{flag(name)} is less than one page",
+                    value=tokens,
+                    allowed=f"at least --page-size {self.page_size}",
+                )
         if self.cp_size > 1 and not self.enable_nsa_prefill_context_parallel:
             raise ConfigError(
                 "several ranks need prefill context parallelism",

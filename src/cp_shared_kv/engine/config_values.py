@@ -84,27 +84,18 @@ def check_values(values: Mapping[str, Any]) -> None:
             raise ConfigError(
                 f"{flag(name)} is out of range", value=value, allowed=f"{least} to {most}"
             )
-    _check_pages(values)
+    _check_page_size(values["page_size"])
     _check_texts(values)
 
 
-def _check_pages(values: Mapping[str, Any]) -> None:
-    page_size = values["page_size"]
+def _check_page_size(page_size: int) -> None:
     if page_size & (page_size - 1):
         raise ConfigError(
             "--page-size is not a power of two",
             value=page_size,
-            allowed="1, 2, 4 ... 1024",
+            allowed=f"1, 2, 4 ... {MAX_PAGE_SIZE}",
             change="64 is what the production formats use",
         )
-    for name in ("max_total_tokens", "decode_max_total_tokens"):
-        value = values[name]
-        if value is not None and value < page_size:
-            raise ConfigError(
-                f"{flag(name)} is less than one page",
-                value=value,
-                allowed=f"at least --page-size {page_size}",
-            )
 
 
 def _check_texts(values: Mapping[str, Any]) -> None:
