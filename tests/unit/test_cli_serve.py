@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from cp_shared_kv.cli.serve import serve
+from cp_shared_kv.cli.serve import serve, with_model
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
 from cp_shared_kv.engine import cluster
 from cp_shared_kv.engine.config import EngineConfig
 from cp_shared_kv.errors import ConfigError, StartStoppedError
@@ -22,6 +24,19 @@ def _signals_as_before() -> Generator[None]:
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_the_demo_model_is_served_as_demo_unless_it_is_given_another_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    config = EngineConfig(model_path=Path("demo"))
+    assert with_model(config).model_path == demo_checkpoint_directory()
+    assert with_model(config).model_name == "demo"
+    assert with_model(replace(config, served_model_name="mine")).model_name == "mine"
+    other = EngineConfig(model_path=Path("/models/tiny"))
+    assert with_model(other) == other
 
 
 @pytest.mark.parametrize("number", SIGNALS)

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 
 from cp_shared_kv.demo_model.byte_tokenizer import END_TOKEN, byte_tokenizer
-from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
+from cp_shared_kv.demo_model.cache import demo_checkpoint_directory, model_directory
 from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.demo_model.tiny_checkpoints import make_tiny_checkpoint
 from cp_shared_kv.errors import ConfigError
@@ -83,6 +83,17 @@ def test_the_demo_is_made_once(cache: Path) -> None:
     assert demo_checkpoint_directory() == first
     assert (first / "model.safetensors").stat().st_ino == made
     assert str(first).startswith(str(cache))
+
+
+def test_demo_names_the_demo_model_where_nothing_else_has_that_name(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert model_directory(Path("demo")) == demo_checkpoint_directory()
+    for other in (Path("models/demo"), Path("./demo2"), Path("/models/tiny")):
+        assert model_directory(other) == other
+    (tmp_path / "demo").mkdir()
+    assert model_directory(Path("demo")) == Path("demo")
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])

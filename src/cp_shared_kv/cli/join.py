@@ -9,7 +9,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from cp_shared_kv.cli.serve import DEMO_MODEL
 from cp_shared_kv.cli.stop_signals import on_stop_signals
 from cp_shared_kv.engine.join_config import JoinConfig
 from cp_shared_kv.engine.open_files import raise_open_files_limit
@@ -53,8 +52,11 @@ def join(
     stopped = threading.Event()
     on_stop_signals(stopped.set)
     # Imported here: help and a refused flag need not wait for torch.
+    from cp_shared_kv.demo_model.cache import model_directory
     from cp_shared_kv.engine.satellite import Satellite
 
+    if model_path is not None:
+        config = replace(config, model_path=model_directory(model_path))
     raise_open_files_limit()
 
     console = Console(stderr=True, soft_wrap=True, highlight=False)
@@ -63,7 +65,7 @@ def join(
         console.print(f"cpkv: {text}", markup=False)
 
     satellite = Satellite(
-        _with_demo_model(config),
+        config,
         stopped,
         joined=lambda units: say(f"joined {address} with {', '.join(units)}  (Ctrl-C leaves)"),
     )
@@ -71,11 +73,3 @@ def join(
     with suppress(OSError):  # the terminal may be what has gone
         say(f"the run at {address} has ended" if ended == "run over" else f"left {address}")
     return 0
-
-
-def _with_demo_model(config: JoinConfig) -> JoinConfig:
-    if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
-        return config
-    from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
-
-    return replace(config, model_path=demo_checkpoint_directory())

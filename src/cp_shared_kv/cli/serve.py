@@ -6,7 +6,6 @@ import os
 import threading
 from contextlib import ExitStack, suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, NoReturn
 
 from cyclopts import Parameter
@@ -19,20 +18,17 @@ from cp_shared_kv.engine.open_files import raise_open_files_limit
 from cp_shared_kv.errors import StartStoppedError, StartupError
 from cp_shared_kv.server.serve import open_listener
 
-DEMO_MODEL = "demo"
 WATCH_SECONDS = 0.2
 
 
 def with_model(config: EngineConfig) -> EngineConfig:
     """The config with `--model-path demo` replaced by the built-in demo model's directory."""
-    if str(config.model_path) != DEMO_MODEL or Path(DEMO_MODEL).exists():
-        return config
-    from cp_shared_kv.demo_model.cache import demo_checkpoint_directory
+    from cp_shared_kv.demo_model.cache import model_directory
 
-    directory = demo_checkpoint_directory()
-    return replace(
-        config, model_path=directory, served_model_name=config.served_model_name or DEMO_MODEL
-    )
+    directory = model_directory(config.model_path)
+    if directory == config.model_path:
+        return config
+    return replace(config, model_path=directory, served_model_name=config.model_name)
 
 
 def serve(config: Annotated[EngineConfig, Parameter(name="*")]) -> int:

@@ -1,4 +1,4 @@
-"""Where the demo model is kept: in the user's cache folder, made once."""
+"""What `--model-path demo` means: a model that is kept in the user's cache folder, made once."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ from cp_shared_kv.demo_model.shapes import ModelShape
 from cp_shared_kv.demo_model.tiny_checkpoints import is_whole, make_tiny_checkpoint
 from cp_shared_kv.errors import ConfigError
 
+DEMO_MODEL = "demo"
 # Raise it with any change of what is written, so that no older cached directory is taken.
 _DEMO_VERSION = 2
 _DEMO_SEED = 0
+
+
+def model_directory(model_path: Path) -> Path:
+    """The demo model's directory for `demo`, unless there is such a path here; else the path."""
+    if str(model_path) != DEMO_MODEL or model_path.exists():
+        return model_path
+    return demo_checkpoint_directory()
 
 
 def demo_checkpoint_directory() -> Path:
