@@ -74,8 +74,20 @@ def test_failed_starts_are_each_units_own() -> None:
     assert over(restarts, Life("decode", 1, 1), ready=False) == 2.0
 
 
-def test_a_young_life_that_was_given_up_failed_to_start_although_it_was_ready() -> None:
-    assert over(Restarts(), condemned=True) == 2.0
+def test_a_young_life_that_was_given_up_is_followed_after_a_pause_however_often() -> None:
+    restarts, life = Restarts(), FIRST
+    for _ in range(2 * MAX_FAILED_STARTS):
+        restarts.ready(UNIT)
+        assert over(restarts, life, condemned=True) == 2.0
+        assert restarts.due(NOW + 1.9) == []
+        (life,) = restarts.due(NOW + 2.0)
+        restarts.started(UNIT)
+
+
+def test_a_life_that_was_given_up_before_it_was_ready_failed_to_start() -> None:
+    restarts = Restarts()
+    pauses = [over(restarts, ready=False, condemned=True) for _ in range(MAX_FAILED_STARTS)]
+    assert pauses == [2.0, 4.0, None]
 
 
 def test_a_steady_life_that_was_given_up_did_its_work() -> None:

@@ -10,7 +10,6 @@ from cp_shared_kv.engine.lives import Life
 
 MAX_FAILED_STARTS = 3
 """A unit that died so often in a row before it was ready is not started again."""
-LONGEST_PAUSE_SECONDS = 30.0
 TRY_AGAIN_SECONDS = 1.0
 """Pause before what the system refused (files, processes, memory) is tried again."""
 STEADY_SECONDS = 60.0
@@ -32,9 +31,10 @@ class Restarts:
     ) -> float | None:
         """Plan the life after this one; returns the pause before it, in seconds.
 
-        `ready` says whether all its processes were; `condemned` that it could not work with others,
-        which counts as a failed start of a young one. None, with nothing planned, after too many of
-        those in a row.
+        `ready` says whether all its processes were; `condemned` that it could not work with others.
+        A young life that was both counts as one failed start, for `ready()` forgave those before
+        it: it is followed after 2 s, however often. None, with nothing planned, after too many
+        failed starts in a row.
         """
         steady = now_seconds - born_seconds > STEADY_SECONDS
         served = ready and (not condemned or steady)
@@ -42,7 +42,7 @@ class Restarts:
         self._failed_starts[life.unit] = failed
         if failed >= MAX_FAILED_STARTS:
             return None
-        pause = 0.0 if steady or not failed else min(LONGEST_PAUSE_SECONDS, 2.0**failed)
+        pause = 0.0 if steady or not failed else 2.0**failed
         self._due[life.unit] = (now_seconds + pause, life.next())
         return pause
 
