@@ -78,7 +78,7 @@ def _check_length(path: Path) -> None:
         )
 
 
-def _hold(path: Path) -> int | None:
+def _hold(path: Path) -> int:
     """Lock the file that says that the run lives; returns its descriptor."""
     made = path / f"{HELD_FILE}.new"
     fd = os.open(made, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
