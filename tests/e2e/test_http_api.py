@@ -90,7 +90,12 @@ def test_a_flush_makes_the_next_prompt_new(client: openai.OpenAI, served: Runnin
     while served.usage()["used_tokens"] and time.monotonic() < deadline:
         time.sleep(0.05)
     cached = served.usage()["evictable_tokens"]
+    evicted = served.get("/dashboard/state").json()["usage"]["evicted_tokens_total"]
     assert served.flush_cache() == {"dropped_pages": cached // 64, "dropped_tokens": cached}
+    state = served.get("/dashboard/state").json()
+    assert [pool["role"] for pool in state["pools"]] == ["prefill", "decode"]
+    assert not any(any(owner["cached"]) for pool in state["pools"] for owner in pool["owners"])
+    assert state["usage"]["evicted_tokens_total"] == evicted  # nobody needed their place
     assert complete(client).usage.prompt_tokens_details.cached_tokens == 0
 
 

@@ -95,7 +95,7 @@ def joined(
 def test_the_answers_are_those_of_the_run_by_itself(
     main: Running, local: list[str], joined: SatelliteProcess
 ) -> None:
-    main.get("/flush_cache")
+    main.flush_cache()
     assert answers(main, 4) == local
     assert main.get("/debug/invariants").json()["balanced"]
 

@@ -75,7 +75,7 @@ def test_every_pair_gives_the_same_answer(several: Running) -> None:
     texts = [f"question {number}: " + "what is owned by whom? " * 20 for number in range(8)]
     with ThreadPoolExecutor(8) as pool:
         together = [r.json() for r in pool.map(lambda t: several.post(body(t, 8)), texts)]
-    several.get("/flush_cache")
+    several.flush_cache()
     for text, answer in zip(texts, together, strict=True):
         alone = several.post(body(text, 8)).json()
         assert alone["choices"][0]["text"] == answer["choices"][0]["text"]

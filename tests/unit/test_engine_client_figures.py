@@ -29,6 +29,7 @@ from cp_shared_kv.testing.engine_sockets import (
     Engine,
     collect,
     decode_stats,
+    next_at,
     prefill_stats,
     request,
     with_engine,
@@ -136,6 +137,9 @@ def test_a_flush_is_answered_with_the_pages_dropped() -> None:
         asked = await engine.next(Flush)
         await engine.prefill.send(encode(Flushed(ticket=asked.ticket + 50, pages=99)))
         await engine.prefill.send(encode(Flushed(ticket=asked.ticket, pages=3)))
+        assert (await next_at(engine.decode, Flush)).ticket == asked.ticket
+        assert not flushing.done()
+        await engine.decode.send(encode(Flushed(ticket=asked.ticket, pages=40)))
         assert await flushing == 3
 
     with_engine(test)

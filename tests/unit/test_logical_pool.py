@@ -29,6 +29,7 @@ def test_pages_go_from_available_to_locked_to_cached_and_back() -> None:
     pool.release(1)
     assert (pool.available_pages, pool.cached_pages, pool.locked_pages) == (13, 3, 0)
     assert pool.clear() == 3
+    assert pool.evicted_pages_total == 0
     assert (pool.available_pages, pool.cached_pages, pool.locked_pages) == (16, 0, 0)
     pool.check_invariants()
 

@@ -264,10 +264,9 @@ class ClusterClient:
         return self._roster.units(time.monotonic())
 
     async def flush_cache(self) -> int:
-        """Drop every cached prefix that no request uses; returns how many logical pages."""
-        return await self._figures.flush(
-            [life for life in self._presence.lives if life.role == "prefill"]
-        )
+        """Drop every cached prefix that no request uses, in prefill and in decode; returns how many
+        logical pages of prefill groups."""
+        return await self._figures.flush(self._presence.lives)
 
     async def check_invariants(self) -> dict[str, list[str]]:
         """Have every process check its books: what does not add up, by unit."""

@@ -24,6 +24,8 @@ from cp_shared_kv.engine.messages import (
     Cancel,
     Check,
     Checked,
+    Flush,
+    Flushed,
     PageMapRequest,
     ProcessDown,
     ProcessUp,
@@ -166,6 +168,9 @@ class DecodeWorker:
                 self._to_server(self.engine.stats(message.ticket))
             case PageMapRequest():
                 self._to_server(told_page_map(message, self._logical_pool, self._epoch))
+            case Flush():
+                pages = self._logical_pool.clear()
+                self._to_server(Flushed(ticket=message.ticket, pages=pages))
             case Check():
                 problems = self.engine.problems(time.monotonic())
                 self._to_server(Checked(ticket=message.ticket, problems=problems))

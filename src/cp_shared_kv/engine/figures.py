@@ -74,15 +74,19 @@ class Figures:
         ]
         return sorted(pools, key=lambda pool: (pool.role != "prefill", pool.index))
 
-    async def flush(self, groups: list[Life]) -> int:
-        """Have every group drop its unused prefixes; how many logical pages. EngineRefusal unless
-        all answer."""
-        told = await self._ask(groups, lambda ticket: Flush(ticket=ticket), SILENCE_SECONDS)
-        if len(told) < len(groups) or not groups:
+    async def flush(self, lives: list[Life]) -> int:
+        """Have each drop its unused prefixes; how many logical pages those of the prefill groups
+        were. EngineRefusal unless all answer."""
+        told = await self._ask(lives, lambda ticket: Flush(ticket=ticket), SILENCE_SECONDS)
+        if len(told) < len(lives) or not lives:
             raise EngineRefusal(
                 f"no answer from the engine in {SILENCE_SECONDS:.0f} s", kind="unavailable"
             )
-        return sum(answer.pages for _, answer in told if isinstance(answer, Flushed))
+        return sum(
+            answer.pages
+            for life, answer in told
+            if life.role == "prefill" and isinstance(answer, Flushed)
+        )
 
     async def check(self, lives: list[Life]) -> dict[str, list[str]]:
         """What does not add up in the books of each process, by unit."""

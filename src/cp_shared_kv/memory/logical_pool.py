@@ -208,14 +208,14 @@ class LogicalPool:
 
     def evict(self, page_count: int) -> int:
         """Free up to `page_count` cached pages, least recently used first. Returns how many."""
-        evicted = self._cache.evict(page_count)
-        self._allocator.free(evicted)
-        self.evicted_pages_total += len(evicted)
-        return len(evicted)
+        evicted = self._uncache(page_count)
+        self.evicted_pages_total += evicted
+        return evicted
 
     def clear(self) -> int:
-        """Free every cached page that no room has locked. Returns how many."""
-        return self.evict(self.cached_pages)
+        """Free every cached page that no room has locked. Returns how many; nobody needed their
+        place, so they do not count as evicted."""
+        return self._uncache(self.cached_pages)
 
     def pages(self, room: int) -> LogicalPages:
         """The room's logical pages by position, read-only."""
@@ -264,6 +264,11 @@ class LogicalPool:
             np.array_equal(every_page, np.arange(1, self.total_pages + 1)),
             "available + cached + locked pages are not the pool's pages, once each",
         )
+
+    def _uncache(self, page_count: int) -> int:
+        pages = self._cache.evict(page_count)
+        self._allocator.free(pages)
+        return len(pages)
 
     def _keys(self, page_keys: PageKeys, page_limit: int | None = None) -> KeyRows:
         rows = key_rows(page_keys)

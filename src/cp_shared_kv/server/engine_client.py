@@ -58,7 +58,8 @@ class EngineClient(Protocol):
         ...
 
     async def flush_cache(self) -> int:
-        """Drop every cached prefix that no request uses; returns how many logical pages went."""
+        """Drop every cached prefix that no request uses; returns how many logical pages of
+        prefill groups went."""
         ...
 
     async def check_invariants(self) -> dict[str, list[str]]:

@@ -65,10 +65,10 @@ def one_native_prompt(body: NativeBody) -> tuple[str, str | list[int]]:
     given = {"text": body.text, "input_ids": body.input_ids}
     there = {name: prompt for name, prompt in given.items() if prompt is not None}
     if len(there) != 1:
+        what = "text and input_ids were" if there else "no prompt was"
         raise ApiError(
             400,
-            f"{' and '.join(there) or 'no prompt'} was given; allowed: text or input_ids, one of "
-            "them",
+            f"{what} given; allowed: text or input_ids, one of them",
             param="input_ids" if there else "text",
         )
     return next(iter(there.items()))

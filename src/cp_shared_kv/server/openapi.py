@@ -63,7 +63,12 @@ OPERATIONS = (
     Operation(
         "post", "/abort_request", "End answers that are under way", AbortBody, answer=Aborted
     ),
-    Operation("post", "/flush_cache", "Drop cached prefixes that nobody uses", answer=Flushed),
+    Operation(
+        "post",
+        "/flush_cache",
+        "Drop cached prefixes that nobody uses, in prefill and decode",
+        answer=Flushed,
+    ),
     Operation("get", "/debug/invariants", "Every process checks its books now", answer=Invariants),
     Operation("get", "/dashboard/state", "What the page at / shows", answer=DashboardState),
     Operation("get", "/server_info", "Settings, sizes and use of the engine"),

@@ -65,7 +65,8 @@ class Running:
 
     def flush_cache(self) -> dict[str, int]:
         """Drop the cached prefixes that no request uses; what was dropped, in pages and tokens."""
-        return httpx.post(f"{self.url}/flush_cache", trust_env=False, timeout=20).json()
+        flushed = httpx.post(f"{self.url}/flush_cache", trust_env=False, timeout=20)
+        return flushed.raise_for_status().json()
 
     def usage(self) -> dict[str, Any]:
         """Use of the pools now, in tokens."""
