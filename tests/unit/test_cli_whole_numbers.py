@@ -14,6 +14,7 @@ from cp_shared_kv.cli.app import app
         ("serve --model-path demo --page-size 64.5", "--page-size"),
         ("serve --model-path demo --max-total-tokens=4096.0", "--max-total-tokens"),
         ("plan glm-5.2 --gpu h200 --cp-size 8.9", "--cp-size"),
+        ("trace validate trace.jsonl --most-errors 1.5", "--most-errors"),
         ("simulate trace.jsonl --max-total-tokens 10.5", "--max-total-tokens"),
     ],
 )

@@ -54,6 +54,24 @@ def test_so_many_are_passed_and_no_more() -> None:
     assert len(shares(group.run())) == MOST_PASSED + 2
 
 
+def test_pairs_of_equal_prompts_take_two_batches() -> None:
+    group = Group(physical_pages=200, chunk_tokens=400)
+    for room, seed in enumerate((1, 1, 2, 2, 3, 3), start=1):
+        group.open(room, prompt(seed, 8))
+    assert [room for room, _, _ in shares(group.run())] == [1, 3, 5]
+    assert [room for room, _, _ in shares(group.run())] == [2, 4, 6]
+
+
+def test_nobody_waits_twice_for_what_gives_no_numbers() -> None:
+    group = Group(physical_pages=200, chunk_tokens=400)
+    for room in range(1, 5):
+        group.open(room, prompt(1, 9))
+    planned = group.scheduler.next_batch()
+    assert planned is not None
+    group.scheduler.batch_done(planned[0].batch_id, {1})
+    assert shares(group.run()) == [(2, 0, 9), (3, 0, 9), (4, 0, 9)]
+
+
 @pytest.mark.parametrize(("own_tokens", "waits"), [(8, True), (9, False)])
 def test_it_waits_for_half_of_what_it_lacks_and_not_for_less(own_tokens: int, waits: bool) -> None:
     group = Group(physical_pages=20, chunk_tokens=100)

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from cp_shared_kv.cli.whole_numbers import WholeNumbers
+from cp_shared_kv.cli.whole_numbers import PARAMETERS, WholeNumbers
 from cp_shared_kv.planner.ranges import check_at_least
 from cp_shared_kv.planner.trace import NO_BLOCKS
 from cp_shared_kv.planner.trace_files import read_trace
@@ -24,7 +24,11 @@ EXIT_WRONG = 1
 MOST_ERRORS = 20
 DEFAULT_LENGTHS = (131_072, 262_144, 524_288)
 
-app = App(name="trace", help="Recorded workloads: check a file, and say what is in it.")
+app = App(
+    name="trace",
+    help="Recorded workloads: check a file, and say what is in it.",
+    group_parameters=PARAMETERS,
+)
 
 
 @app.command

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import numpy.typing as npt
 
@@ -35,12 +33,19 @@ class BatchDraft:
             new_tokens <= self._tokens_left and held_pages + prefix_pages <= self._max_prefix_pages
         )
 
-    def pages_in_common(self, page_keys: npt.NDArray[np.void], page_size: int) -> Iterator[int]:
-        """For each in this batch: the leading pages of a prompt that it has once this is done."""
+    def computes(self, page_keys: npt.NDArray[np.void], page_size: int) -> bool:
+        """Whether all of these leading pages of a prompt are some other's that takes part, and have
+        their KV once this batch is done."""
         wanted = key_rows(page_keys)
+        pages = len(wanted)
         for request, take in self.chosen:
-            computed = (request.computed_tokens + take) // page_size
-            yield common_pages(wanted, key_rows(request.page_keys[:computed]))
+            if pages > (request.computed_tokens + take) // page_size:
+                continue
+            theirs = key_rows(request.page_keys[:pages])
+            # Prompts that differ mostly do so in the last of the pages, too.
+            if np.array_equal(wanted[-1:], theirs[-1:]) and common_pages(wanted, theirs) == pages:
+                return True
+        return False
 
     def add_what_fits(self, request: PrefillRequest, prefix_pages: npt.NDArray[np.int64]) -> None:
         """Take as much of a request as fits; nothing if its prefix would overflow scratch."""
@@ -54,8 +59,9 @@ class BatchDraft:
     def _holds(self, prefix_pages: npt.NDArray[np.int64]) -> bool:
         if not self.chosen:
             return True
-        together = [*self._prefixes, prefix_pages]
-        if sum(map(len, together)) <= self._max_prefix_pages:
+        if sum(map(len, self._prefixes)) + len(prefix_pages) <= self._max_prefix_pages:
             return True
         # Pages that several prefixes share lie in scratch once. Sorted only when it matters.
-        return len(np.unique(np.concatenate(together))) <= self._max_prefix_pages
+        distinct = np.unique(np.concatenate(self._prefixes))
+        self._prefixes = [distinct]
+        return len(np.union1d(distinct, prefix_pages)) <= self._max_prefix_pages

@@ -43,6 +43,8 @@ class PrefillRequest:
     cached_tokens: int = 0
     computed_tokens: int = 0
     """Prompt tokens whose KV is in the pool, the cached prefix included."""
+    has_waited: bool = False
+    """It has let a batch pass that computed most of what it lacks."""
     next_position: int = 0
     """First page position of the request that no chunk has sent."""
     next_chunk: int = 0

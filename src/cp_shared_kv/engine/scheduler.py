@@ -20,9 +20,8 @@ from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom
 
-MOST_PASSED = 16
-"""So many requests may wait for a batch that they would else compute again, and be passed by
-others; each is looked at again with every batch."""
+MOST_PASSED = 64
+"""So many requests may wait for one batch and be passed by others: looking takes time."""
 
 
 class PrefillScheduler:
@@ -156,6 +155,7 @@ class PrefillScheduler:
                 break
             cached_pages = self.pool.match(self._usable_keys(request))
             if self._is_worth_waiting(request, cached_pages, draft):
+                request.has_waited = True
                 waiting += 1
                 continue
             if waiting and not self._ends_in(draft, request, cached_pages):
@@ -221,13 +221,14 @@ class PrefillScheduler:
         self, request: PrefillRequest, cached_pages: int, draft: BatchDraft
     ) -> bool:
         """Whether others in a batch compute at least half of what a request lacks: one batch later
-        it finds that in the cache."""
-        if not self.pool.prefix_caching:
+        it finds that in the cache. Nobody waits twice: what failed or was evicted is not there."""
+        if request.has_waited or not self.pool.prefix_caching:
             return False
         page_size = self.pool.page_size
-        soon = max(draft.pages_in_common(self._usable_keys(request), page_size), default=0)
         lacking = request.prompt_tokens - cached_pages * page_size
-        return 2 * (soon - cached_pages) * page_size >= lacking
+        needed_pages = cached_pages + -(-lacking // (2 * page_size))
+        usable = self._usable_keys(request)
+        return needed_pages <= len(usable) and draft.computes(usable[:needed_pages], page_size)
 
     def _ends_in(self, draft: BatchDraft, request: PrefillRequest, cached_pages: int) -> bool:
         """Whether a batch computes the whole request: it then holds up nobody in the next one."""
