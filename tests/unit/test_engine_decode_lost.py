@@ -50,6 +50,23 @@ def test_what_a_lost_group_has_sent_in_full_goes_on_and_the_rest_fails_with_the_
     assert decode.engine.open_rooms == 0
 
 
+def test_pages_of_a_group_are_awaited_until_its_rooms_have_them_all_or_are_free() -> None:
+    decode = Decode()
+    stranger = PrefillPeer(
+        Life("prefill", 1, 1), PREFILL_EPOCH, lambda message: None, lambda rank, message: None
+    )
+    assert not decode.engine.awaits_pages_of(decode.peer)
+    decode.offer(1)
+    decode.send(1, 0)
+    assert decode.engine.awaits_pages_of(decode.peer)
+    assert not decode.engine.awaits_pages_of(stranger)
+    decode.send_all(1)
+    assert not decode.engine.awaits_pages_of(decode.peer)
+    decode.offer(2)
+    decode.fail(2, 0, quiescent=False)
+    assert decode.engine.awaits_pages_of(decode.peer)  # in quarantine
+
+
 def test_pages_in_quarantine_are_free_once_their_group_is_reaped() -> None:
     decode = Decode()
     decode.offer(1)

@@ -188,6 +188,14 @@ class DecodeEngine:
             else:
                 self._carry_out(name, room.session.peer_dead(reason), failed_as="unavailable")
 
+    def awaits_pages_of(self, peer: PrefillPeer) -> bool:
+        """Whether something that this group has begun to write may yet land in one of its rooms."""
+        over = (DecodeState.COVERED, DecodeState.FREED)
+        return any(
+            room.peer is peer and room.session is not None and room.session.state not in over
+            for room in self._rooms.values()
+        )
+
     def server_lost(self, reason: str) -> None:
         """Nobody waits for any answer any more."""
         for name in [*self._waiting, *self._rooms]:  # else those that wait take the freed pages

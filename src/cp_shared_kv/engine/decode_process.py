@@ -191,7 +191,8 @@ class DecodeWorker:
             case ProcessDown() if life.role == "prefill":
                 peer = self._groups.lost(life)
                 if peer is not None:
-                    before = frozenset[str]() if self.joined is None else self._target.connections()
+                    in_doubt = self.joined is not None and self.engine.awaits_pages_of(peer)
+                    before = self._target.connections() if in_doubt else frozenset[str]()
                     self._ending.append(_Ending(peer, news.reason, time.monotonic(), before))
                     self.let_go()
             case _:
