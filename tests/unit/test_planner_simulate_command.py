@@ -14,6 +14,23 @@ from cp_shared_kv.planner.whole_cells import short_count
 from .conftest import Command
 
 
+@pytest.fixture
+def mooncake(tmp_path: Path) -> Path:
+    """Three requests, each of which begins like the one before."""
+    path = tmp_path / "mooncake.jsonl"
+    lines = [
+        {
+            "timestamp": 1000 * blocks,
+            "input_length": 512 * blocks,
+            "output_length": 4,
+            "hash_ids": list(range(blocks)),
+        }
+        for blocks in (1, 2, 3)
+    ]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
 def test_simulate_shows_every_case_and_writes_what_it_found(
     cpkv: Command, trace: Path, tmp_path: Path
 ) -> None:
@@ -58,6 +75,33 @@ def test_simulate_says_what_its_figures_rest_on(cpkv: Command, trace: Path) -> N
         cpkv(*arguments, "--max-total-tokens", "640", "--answers", "recorded")[1].split()
     )
     assert "640 tokens a rank (1x); answers take as long as recorded" in said
+
+
+def test_requests_with_blocks_of_the_whole_file_are_replayed_once_by_default(
+    cpkv: Command, mooncake: Path
+) -> None:
+    arguments = ("simulate", mooncake, "--users", "2", "--pool-multipliers", "8")
+    found = json.loads(cpkv(*arguments, "--json")[1])
+    bound = json.loads(cpkv("trace", "summarise", mooncake, "--json")[1])["reusable_fraction"]
+    assert (found["settings"]["requests"], found["cases"][0]["requests"]) == (3, 3)
+    assert found["cases"][0]["hit_rate"] <= bound
+    assert found["notes"] == []
+    assert "replayed" not in cpkv(*arguments)[1]
+
+
+def test_more_requests_than_the_file_has_are_said_to_be_replays(
+    cpkv: Command, mooncake: Path, trace: Path
+) -> None:
+    more = ("--users", "2", "--pool-multipliers", "8", "--requests", "7")
+    note = (
+        "Each of the file's 3 requests is replayed up to 3 times; what a second pass finds of the "
+        "first counts as found."
+    )
+    assert json.loads(cpkv("simulate", mooncake, *more, "--json")[1])["notes"] == [note]
+    assert note in " ".join(cpkv("simulate", mooncake, *more)[1].split())
+    # Conversations are new each time, and an open loop never begins again.
+    assert json.loads(cpkv("simulate", trace, *more, "--json")[1])["notes"] == []
+    assert "replayed" not in cpkv("simulate", mooncake, "--requests", "7")[1]
 
 
 def test_few_tokens_are_counted_one_by_one(cpkv: Command, trace: Path) -> None:

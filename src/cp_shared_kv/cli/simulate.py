@@ -109,7 +109,9 @@ def simulate(
     pool_multipliers
         How many ranks share pages, some numbers with commas between.
     requests
-        Stop asking after so many; by default 20000 of a closed loop, all of an open one.
+        Stop asking after so many; by default 20000 of a closed loop, all of an open one. Requests
+        of Mooncake's and CSV files are by default replayed once at most, for a second pass would
+        find what the first left.
     model
         Whose shapes the costs have: deepseek-v3.2, glm-5, glm-5.2, or a config.json.
     gpu
@@ -179,7 +181,9 @@ def simulate(
     )
     plan.engine_config(shared=True)  # refuses what the engine would refuse
     if requests is None:
-        requests = recorded.requests if users is None else MOST_REQUESTS
+        requests = recorded.requests
+        if users is not None:
+            requests = MOST_REQUESTS if recorded.local_blocks else min(requests, MOST_REQUESTS)
     if max_total_tokens is None:
         max_total_tokens = make_plan(plan).arrangements[-1].physical_tokens
     sweep = Sweep(

@@ -75,8 +75,8 @@ def summarise(
 ) -> int:
     """Say what a trace asks for, and how much of it a cache without limit would find.
 
-    The last figure bounds the hit rate of every pool. Prompts longer than a pool's logical tokens
-    are refused by it.
+    The last figure bounds the hit rate of every pool where `cpkv simulate` replays each request
+    of the file once. Prompts longer than a pool's logical tokens are refused by it.
 
     ```
     cpkv trace summarise mine.jsonl --lengths 237312,1898496

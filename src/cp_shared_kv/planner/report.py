@@ -36,6 +36,7 @@ def all_results(sweep: Sweep, trace: Trace, rows: Sequence[Row]) -> dict[str, An
             "block_tokens": trace.block_tokens,
         },
         "settings": sweep.as_plain(),
+        "notes": notes(sweep, trace),
         "cases": list(rows),
     }
 
@@ -90,7 +91,20 @@ def assumptions(sweep: Sweep, trace: Trace, model: str, gpu: str) -> str:
         f"{gpu}, {sweep.physical_tokens:,} tokens a rank (1x); {answers}; rates: "
         f"{sweep.rates.source}."
     )
-    return said if trace.has_blocks else f"{said} {NO_BLOCKS}"
+    return " ".join([said, *notes(sweep, trace)])
+
+
+def notes(sweep: Sweep, trace: Trace) -> list[str]:
+    """What to know of the trace before its hit rates are believed."""
+    found = [] if trace.has_blocks else [NO_BLOCKS]
+    # Conversations with blocks of their own are new whenever they are dealt again.
+    if sweep.users is not None and not trace.local_blocks and sweep.requests > trace.requests:
+        times = -(-sweep.requests // trace.requests)
+        found.append(
+            f"Each of the file's {trace.requests:,} requests is replayed up to {times:,} times; "
+            "what a second pass finds of the first counts as found."
+        )
+    return found
 
 
 def print_results(rows: Sequence[Row], said: str, console: Console) -> None:
