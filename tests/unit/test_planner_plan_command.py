@@ -88,6 +88,15 @@ def test_what_plan_refuses_is_one_line_that_says_what_to_change(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize(("dtype", "advised"), [("auto", False), ("fp8", False), ("bf16", True)])
+def test_fp8_weights_are_advised_only_where_they_are_not_fp8_already(
+    cpkv: Command, dtype: str, advised: bool
+) -> None:
+    _, _, err = cpkv("plan", "glm-5.2", "--gpu", "h20", "--weight-dtype", dtype)
+    assert "take GPUs with more memory" in err
+    assert ("--weight-dtype fp8" in err) is advised
+
+
 @pytest.mark.parametrize("lengths", ["8,x", "0", "-3", "1.5"])
 def test_a_list_that_is_none_is_refused(cpkv: Command, lengths: str) -> None:
     code, _, err = cpkv("plan", "glm-5", "--gpu", "h200", f"--lengths={lengths}")

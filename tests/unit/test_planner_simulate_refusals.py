@@ -50,6 +50,18 @@ def test_what_simulate_refuses_is_one_line_that_says_what_to_change(
     assert err.startswith("cpkv: ")
 
 
+def test_weights_that_do_not_fit_are_refused_with_flags_that_simulate_has(
+    cpkv: Command, trace: Path
+) -> None:
+    code, _, err = cpkv("simulate", trace, "--users", "1", "--gpu", "h20")
+    assert code == 1
+    assert err == (
+        "cpkv: the weights of a rank leave no room for KV: 103.6 GiB of weights; allowed: less "
+        "than 86.0 GiB (0.9 of the GPU's memory); to change it: give --max-total-tokens, another "
+        "--gpu or another --cp-size\n"
+    )
+
+
 @pytest.mark.parametrize("flag", ["--results", "--plots"])
 @pytest.mark.parametrize("place", ["/proc/x", "/dev/null/x"])
 def test_a_place_that_takes_no_results_is_refused_before_anything_is_simulated(

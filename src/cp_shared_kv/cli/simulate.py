@@ -14,6 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from cp_shared_kv.cli.whole_numbers import WholeNumbers
 from cp_shared_kv.engine.config_values import KVCacheDtype, RouterPolicy
+from cp_shared_kv.errors import CapacityError
 from cp_shared_kv.planner.capacity import PlanRequest, make_plan, pool_sizes
 from cp_shared_kv.planner.gpus import gpu_named
 from cp_shared_kv.planner.model_catalogue import model_named
@@ -185,7 +186,7 @@ def simulate(
         if users is not None:
             requests = MOST_REQUESTS if recorded.local_blocks else min(requests, MOST_REQUESTS)
     if max_total_tokens is None:
-        max_total_tokens = make_plan(plan).arrangements[-1].physical_tokens
+        max_total_tokens = _planned_tokens(plan)
     sweep = Sweep(
         model=config,
         weights=weights,
@@ -230,6 +231,19 @@ def simulate(
         tokens = f"{sweep.physical_tokens:,} tokens a rank"
         _say(draw_plots(rows, plots, f"{recorded.name}: {sweep.requests:,} requests, {tokens}"))
     return 0
+
+
+def _planned_tokens(plan: PlanRequest) -> int:
+    """Physical tokens of a rank. CapacityError, with the flags of this command, where none fit."""
+    try:
+        return make_plan(plan).arrangements[-1].physical_tokens
+    except CapacityError as error:
+        raise CapacityError(
+            error.what,
+            value=error.value,
+            allowed=error.allowed,
+            change="give --max-total-tokens, another --gpu or another --cp-size",
+        ) from error
 
 
 def _say(files: Iterable[Path]) -> None:

@@ -243,11 +243,12 @@ def _arrange(request: PlanRequest, name: Arrangement, usable: int | None) -> Arr
 
 
 def _weights_do_not_fit(request: PlanRequest, usable: int) -> CapacityError:
+    fp8 = " or --weight-dtype fp8," if request.weights.in_bf16 else ""
     return CapacityError(
         "the weights of a rank leave no room for KV",
         value=f"{request.rank_weight_bytes / GIB:.1f} GiB of weights",
-        allowed=f"less than {usable / GIB:.1f} GiB (--mem-fraction-static "
-        f"{request.memory_fraction:g} of the GPU's memory)",
-        change="take GPUs with more memory or --weight-dtype fp8, or spread the weights further: "
+        allowed=f"less than {usable / GIB:.1f} GiB "
+        f"({request.memory_fraction:g} of the GPU's memory)",
+        change=f"take GPUs with more memory{fp8} or spread the weights further: "
         "--expert-parallel-size, --attention-tensor-parallel-size",
     )

@@ -50,6 +50,11 @@ class WeightBytes:
     routed_expert_bytes: int
     other_bytes: int
 
+    @property
+    def in_bf16(self) -> bool:
+        """Whether no weight takes less than bf16 does."""
+        return self.routed_expert_bytes + self.other_bytes >= 2 * self.parameters
+
     def of_rank(self, split: WeightSplit) -> int:
         """Bytes on one rank."""
         return -(-self.routed_expert_bytes // split.expert_ranks) + -(
