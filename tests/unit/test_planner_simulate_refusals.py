@@ -18,7 +18,14 @@ from .conftest import Command
     [
         ((), "--conversation-every SECONDS"),
         (("--users", "1", "--pool-multipliers", "16"), "the ranks that can share pages"),
-        (("--users", "1", "--page-size", "1024", "--max-total-tokens", "10"), "no stripe"),
+        (
+            ("--users", "1", "--max-total-tokens", "10"),
+            "--max-total-tokens is less than one page: 10; allowed: at least --page-size 64\n",
+        ),
+        (
+            ("--users", "1", "--descriptors", "--decode-max-total-tokens", "10"),
+            "--decode-max-total-tokens is less than one page: 10",
+        ),
         (("--users", "1", "--gpu-results", "nowhere.json"), "--gpu-results cannot be read"),
         (("--users", "1", "--longest-think", "-1"), "--longest-think"),
         (("--users", "1", "--longest-think", "nan"), "--longest-think"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -180,7 +181,11 @@ def simulate(
         context_length=context_length,
         chunk_tokens=chunked_prefill_size,
     )
-    plan.engine_config(shared=True)  # refuses what the engine would refuse
+    replace(  # refuses what the engine would refuse
+        plan.engine_config(shared=True),
+        max_total_tokens=max_total_tokens,
+        decode_max_total_tokens=decode_max_total_tokens,
+    )
     if requests is None:
         requests = recorded.requests
         if users is not None:
