@@ -73,6 +73,10 @@ def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
         (("glm-5", "--kv-budget-gib", "1e300"), "--kv-budget-gib is out of range: 1e+300; allowed"),
         (("glm-5", "--gpu-memory-gib", "1e300"), "above 0, at most 1048576"),
         (("glm-5", "--gpu", "h200", "--expert-parallel-size", "0"), "--expert-parallel-size"),
+        (
+            ("glm-5", "--gpu", "h200", "--expert-parallel-size", "7"),
+            "--expert-parallel-size does not divide the 256 routed experts: 7; allowed: 1, 2, 4,",
+        ),
         (("glm-5", "--gpu", "h200", "--context-length", "0"), "--context-length is out of range"),
         (("glm-5", "--gpu", "h200", "--cp-size", "0"), "--attention-context-parallel-size"),
         (("glm-5", "--gpu", "h200", "--lengths="), "--lengths is empty"),

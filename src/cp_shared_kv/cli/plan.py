@@ -18,7 +18,12 @@ from cp_shared_kv.planner.model_catalogue import model_named
 from cp_shared_kv.planner.plan_table import notes, print_plan
 from cp_shared_kv.planner.provenance import provenance
 from cp_shared_kv.planner.ranges import check_above_zero, check_at_least
-from cp_shared_kv.planner.weight_bytes import WeightDtype, WeightSplit, weight_bytes
+from cp_shared_kv.planner.weight_bytes import (
+    WeightDtype,
+    WeightSplit,
+    check_expert_ranks,
+    weight_bytes,
+)
 
 DEFAULT_LENGTHS = (8_192, 32_768, 131_072, 524_288)
 MOST_GIB = 2**20
@@ -84,7 +89,7 @@ def plan(
     weight_dtype
         fp8 (in blocks) or bf16; auto is what the config.json says.
     expert_parallel_size
-        Ranks over which routed experts are spread; all N by default.
+        Ranks over which routed experts are spread, a divisor of their number; all N by default.
     attention_tensor_parallel_size
         Ranks over which all other weights are spread, within a context-parallel rank.
     lengths
@@ -105,6 +110,8 @@ def plan(
         memory = gpu_named(gpu).memory_bytes
     if expert_parallel_size is None:
         expert_parallel_size = attention_context_parallel_size
+    else:
+        check_expert_ranks(expert_parallel_size, config.n_routed_experts)
     request = PlanRequest(
         model=config,
         weights=weight_bytes(config, weight_dtype),

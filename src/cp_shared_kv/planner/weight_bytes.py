@@ -42,6 +42,17 @@ class WeightSplit:
                 raise ConfigError(f"{what} is out of range", value=ranks, allowed="1 or more")
 
 
+def check_expert_ranks(ranks: int, experts: int) -> None:
+    """Refuse with ConfigError what does not spread the routed experts evenly."""
+    divisors = [number for number in range(1, experts + 1) if experts % number == 0]
+    if ranks not in divisors:
+        raise ConfigError(
+            f"--expert-parallel-size does not divide the {experts} routed experts",
+            value=ranks,
+            allowed=", ".join(map(str, divisors)),
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class WeightBytes:
     """Bytes and parameters of a model without its multi-token-prediction layers."""
