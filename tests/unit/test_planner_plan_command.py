@@ -62,7 +62,10 @@ def test_plan_takes_a_config_json(cpkv: Command, tmp_path: Path) -> None:
         (("glm-5",), "one of --gpu, --gpu-memory-gib and --kv-budget-gib"),
         (("glm-5",), "say --gpu h200, for example; known are h20, h20-3e, h100"),
         (("glm-5", "--gpu", "h200", "--gpu-memory-gib", "80"), "drop one of the two"),
-        (("glm-5", "--gpu", "h200", "--kv-budget-gib", "20"), "not clear"),
+        (
+            ("glm-5", "--gpu", "h200", "--kv-budget-gib", "20"),
+            "--kv-budget-gib; to change it: drop one of the two\n",
+        ),
         (("deepseek-v3.2", "--gpu", "h20"), "--expert-parallel-size"),
         (("no-such-model", "--gpu", "h200"), "deepseek-v3.2, glm-5, glm-5.2"),
         (("glm-5", "--gpu", "abacus"), "h20-3e"),

@@ -55,11 +55,15 @@ class PlanRequest:
 
     def __post_init__(self) -> None:
         if (self.memory_bytes is None) == (self.kv_budget_bytes is None):
+            value, change = "two sizes were given", "drop one of the two"
+            if self.memory_bytes is None:
+                value = "none was given"
+                change = f"say --gpu h200, for example; known are {', '.join(GPUS)}"
             raise ConfigError(
                 "how much memory a rank has is not clear",
-                value="none was given" if self.memory_bytes is None else "two sizes were given",
+                value=value,
                 allowed="one of --gpu, --gpu-memory-gib and --kv-budget-gib",
-                change=f"say --gpu h200, for example; known are {', '.join(GPUS)}",
+                change=change,
             )
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(
