@@ -27,8 +27,8 @@ test: lint ## everything that needs no GPU
 check: lint ## format, lint, types, layers, docs/api, unit and property tests
 	@$(MAKE) --no-print-directory -j3 unit http property
 
-# The parts of these two, of their own only so that two cores are used; those of the server mostly wait. ALSO names targets that run beside the
-# last part, which leaves most of a core idle.
+# The parts of these two, of their own only so that two cores are used; those of the server mostly wait. ALSO names
+# targets that run beside the last part, which leaves most of a core idle.
 ALSO ?=
 NO_GPU := -m "not gpu and not soak"
 HTTP := tests/unit/server

@@ -45,13 +45,14 @@ def test_who_scratch_cannot_hold_in_the_batch_passes_nobody() -> None:
     assert shares(group.run()) == [(3, 12, 1)]
 
 
-def test_so_many_are_passed_and_no_more() -> None:
+@pytest.mark.parametrize(("waiting", "passes"), [(MOST_PASSED, True), (MOST_PASSED + 1, False)])
+def test_so_many_are_passed_and_no_more(waiting: int, passes: bool) -> None:
     group = Group(physical_pages=200, chunk_tokens=400)
-    for room in range(1, MOST_PASSED + 3):
+    for room in range(1, 2 + waiting):
         group.open(room, prompt(1, 9))
     group.open(100, prompt(2, 4))
-    assert shares(group.run()) == [(1, 0, 9)]
-    assert len(shares(group.run())) == MOST_PASSED + 2
+    assert shares(group.run()) == [(1, 0, 9), *([(100, 0, 4)] if passes else [])]
+    assert len(shares(group.run())) == waiting + (not passes)
 
 
 def test_pairs_of_equal_prompts_take_two_batches() -> None:

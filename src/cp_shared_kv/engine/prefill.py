@@ -42,10 +42,11 @@ from cp_shared_kv.engine.rank_states import RankStates
 from cp_shared_kv.engine.recording import MessageLog
 from cp_shared_kv.engine.request import PrefillRequest
 from cp_shared_kv.engine.request_ends import RequestEnds
+from cp_shared_kv.engine.room_opening import opened_room
 from cp_shared_kv.engine.run_spec import RunSpec
 from cp_shared_kv.engine.scheduler import PrefillScheduler
 from cp_shared_kv.engine.self_check import broken
-from cp_shared_kv.engine.submission import checked_offer, opened_room
+from cp_shared_kv.engine.submission import checked_offer
 from cp_shared_kv.errors import ProtocolError
 from cp_shared_kv.memory.logical_pool import LogicalPool
 from cp_shared_kv.memory.page_keys import page_keys

@@ -21,15 +21,14 @@ from cp_shared_kv.transfer.codec import pack_int64
 from cp_shared_kv.transfer.messages import OpenRoom
 
 MOST_PASSED = 64
-"""So many requests may wait for one batch and be passed by others: looking takes time."""
+"""So many requests that wait for one batch may be passed by others: looking takes time."""
 
 
 class PrefillScheduler:
     """Queue, admission and chunking of one prefill group.
 
-    `group_ranks` conclude each room. A batch computes at most `chunk_tokens` new tokens, on top
-    of at most `max_prefix_pages` prefix pages, which is what the ranks' scratch holds; one
-    request alone may always run.
+    `group_ranks` conclude each room. `chunk_tokens` and `max_prefix_pages`, which is what the
+    ranks' scratch holds, bound a batch as `BatchDraft` says.
     """
 
     def __init__(

@@ -1,5 +1,4 @@
-"""From a prompt that the server has sent to its offer, or why it can never be served here; and from
-decode's answer to the room that the ranks open.
+"""From a prompt that the server has sent to its offer, or why it can never be served here.
 
 The server refuses such prompts first; this holds for any other client too.
 """
@@ -9,10 +8,8 @@ from __future__ import annotations
 from cp_shared_kv.engine.api import EngineRefusal
 from cp_shared_kv.engine.limits import EngineLimits
 from cp_shared_kv.engine.messages import Submit
-from cp_shared_kv.engine.request import PrefillRequest
-from cp_shared_kv.engine.sampling.state import prompt_tokens_for_sampling
-from cp_shared_kv.transfer.codec import check_int64, pack_int64
-from cp_shared_kv.transfer.messages import Offer, OpenRoom, Reserve
+from cp_shared_kv.transfer.codec import check_int64
+from cp_shared_kv.transfer.messages import Offer
 
 
 def checked_offer(
@@ -48,23 +45,3 @@ def checked_offer(
             kind="too_long",
         )
     return offer
-
-
-def opened_room(message: Reserve, request: PrefillRequest, limits: EngineLimits) -> OpenRoom:
-    """What the ranks are told of a room, by a reservation of the request's own decode worker.
-
-    ValueError for one that no rank could use: it stops here, not at all of them.
-    """
-    message.reservation(limits.decode_capacity.physical_pages)
-    return OpenRoom(
-        epoch=message.peer_epoch,
-        room=message.room,
-        decode_epoch=message.epoch,
-        first_position=message.first_position,
-        physical_pages=message.physical_pages,
-        total_positions=-(-request.prompt_tokens // limits.page_size),
-        sampling=request.sampling,
-        prompt_token_ids=pack_int64(
-            prompt_tokens_for_sampling(request.sampling, request.token_ids)
-        ),
-    )

@@ -6,31 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.errors import RequestTooLongError
 from cp_shared_kv.server.request_limits import RequestLimits
-
-SIZES = EngineDescription(
-    model_name="m",
-    version="0",
-    context_length=1024,
-    vocab_size=100,
-    eos_token_ids=(),
-    page_size=64,
-    cp_size=4,
-    shard_policy="page_interleaved",
-    kv_read="pull",
-    physical_tokens_per_rank=128,
-    logical_tokens=512,
-    decode_tokens=768,
-    pool_bytes_per_rank=1,
-    scratch_limit_bytes=1,
-    config={},
-)
+from cp_shared_kv.testing.fake_engine import DESCRIPTION
 
 
 def limits(**sizes: int) -> RequestLimits:
-    return RequestLimits(replace(SIZES, **sizes))
+    return RequestLimits(replace(DESCRIPTION, **sizes))
 
 
 def test_a_request_that_fills_every_limit_fits():
@@ -69,7 +51,7 @@ def test_the_default_output_shrinks_to_the_room_that_is_left():
 
 def test_the_longest_prompt_of_the_description_is_the_longest_that_fits():
     for sizes in ({}, {"decode_tokens": 200}, {"context_length": 100}):
-        longest = replace(SIZES, **sizes).longest_prompt_tokens
+        longest = replace(DESCRIPTION, **sizes).longest_prompt_tokens
         assert limits(**sizes).output_tokens(longest, 1) == 1
         with pytest.raises(RequestTooLongError):
             limits(**sizes).output_tokens(longest + 1, 1)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import processors
 
-from cp_shared_kv.engine.api import EngineDescription
 from cp_shared_kv.errors import CheckpointError
 from cp_shared_kv.server.app import create_app
 from cp_shared_kv.server.tokenizer import Tokenizer
+from cp_shared_kv.testing.fake_engine import DESCRIPTION
 
 BOS, EOS = 256, 257
 
@@ -110,22 +111,6 @@ def test_a_bos_token_that_cannot_be_added_is_refused(directory, token):
 
 
 def test_a_tokenizer_of_another_model_is_refused(tokenizer):
-    description = EngineDescription(
-        model_name="m",
-        version="0",
-        context_length=64,
-        vocab_size=100,
-        eos_token_ids=(),
-        page_size=64,
-        cp_size=1,
-        shard_policy="page_interleaved",
-        kv_read="local",
-        physical_tokens_per_rank=64,
-        logical_tokens=64,
-        decode_tokens=64,
-        pool_bytes_per_rank=1,
-        scratch_limit_bytes=0,
-        config={},
-    )
+    description = replace(DESCRIPTION, vocab_size=100)
     with pytest.raises(CheckpointError, match="258 against vocab_size 100"):
         create_app(None, tokenizer, description)
